@@ -63,7 +63,11 @@ TABLE: dict[str, Code] = {
         _row("action.id_conflict", "permanent", "The Action id is in use for another request.", status=409),
         _row("action.not_found", "permanent", "No such object for this caller.", status=404),
         _row(
-            "action.result_not_ready", "temporary", "The Action has no result yet; ask again.", retryable=True, status=409
+            "action.result_not_ready",
+            "temporary",
+            "The Action has no result yet; ask again.",
+            retryable=True,
+            status=409,
         ),
         _row("action.already_settled", "policy", "The Action has its final result; nothing is to be done.", status=409),
         _row("action.expired", "policy", "The deadline passed before anything was sent.", status=409),
@@ -87,7 +91,12 @@ TABLE: dict[str, Code] = {
         _row("auth.not_authorized", "policy", "The principal lacks the scope."),
         _row("policy.approval_not_granted", "policy", "The approval was denied; nothing was sent."),
         _row("policy.approval_not_pending", "policy", "The approval is not waiting for a decision.", status=409),
-        _row("policy.approval_expired", "policy", "The approval ran out before it was used; nothing was sent.", status=409),
+        _row(
+            "policy.approval_expired",
+            "policy",
+            "The approval ran out before it was used; nothing was sent.",
+            status=409,
+        ),
         _row("policy.approver_unauthorized", "policy", "The principal has no role that may decide this."),
         _row("policy.separation_of_duties.requester", "policy", "The requester may not decide its own request."),
         _row("policy.reason_required", "policy", "The decision needs a reason.", status=400),
@@ -95,7 +104,9 @@ TABLE: dict[str, Code] = {
         _row("policy.choice_denied", "policy", "The tenant's policy does not allow this choice."),
         _row("policy.resolve_all_denied", "policy", "The tenant's policy does not allow deciding several requests."),
         # reviewed provider approvals
-        _row("approval.review_required", "policy", "The choice does not name the request that was reviewed.", status=400),
+        _row(
+            "approval.review_required", "policy", "The choice does not name the request that was reviewed.", status=400
+        ),
         _row("approval.not_oldest", "policy", "Another request is answered first by the provider.", status=409),
         _row("approval.not_pending", "policy", "The reviewed request is not pending any more.", status=409),
         _row("approval.choice_not_offered", "policy", "The request does not offer this choice.", status=409),
@@ -132,23 +143,40 @@ TABLE: dict[str, Code] = {
         _row(PREFIX + "outcome_unknown", "temporary", "Sent, and the outcome is not provable.", effect=Effect.POSSIBLE),
         _row(PREFIX + "authentication", "connector", "The endpoint refused its bearer token.", status=502),
         _row(
-            PREFIX + "remote_temporary", "temporary", "The provider is full, draining or failed; read again.", retryable=True
+            PREFIX + "remote_temporary",
+            "temporary",
+            "The provider is full, draining or failed; read again.",
+            retryable=True,
         ),
-        _row(PREFIX + "remote_refused_temporarily", "temporary", "The provider refused the mutation for now.", status=503),
+        _row(
+            PREFIX + "remote_refused_temporarily", "temporary", "The provider refused the mutation for now.", status=503
+        ),
         _row(PREFIX + "remote_rejected", "permanent", "The provider refused the request.", status=502),
         _row(PREFIX + "run_not_found", "permanent", "The provider's process does not know the run.", status=404),
         _row(PREFIX + "approval_not_active", "policy", "The run has no approval session any more.", status=409),
-        _row(PREFIX + "approval_not_pending", "policy", "Nothing was pending; not executed by this request.", status=409),
+        _row(
+            PREFIX + "approval_not_pending", "policy", "Nothing was pending; not executed by this request.", status=409
+        ),
         _row(PREFIX + "transport", "transport", "The exchange broke; a read may be repeated.", retryable=True),
         _row(PREFIX + "not_sent", "transport", "Proven: no byte of the request left the host.", status=503),
         _row(PREFIX + "invalid_response", "connector", "The answer breaks the provider's format or a bound."),
         _row(PREFIX + "redirected", "connector", "The endpoint answered with a redirect: check its configured origin."),
         _row(PREFIX + "missing_credential", "auth", "The endpoint has no key.", status=503),
         _row(PREFIX + "cancelled", "temporary", "Cancelled while it ran.", status=409),
-        _row(PREFIX + "deadline_exceeded", "temporary", "The deadline passed; nothing that was stored is lost.", status=504),
+        _row(
+            PREFIX + "deadline_exceeded",
+            "temporary",
+            "The deadline passed; nothing that was stored is lost.",
+            status=504,
+        ),
         _row(PREFIX + "tenant_mismatch", "auth", "The endpoint is bound to another tenant.", status=403),
         _row(PREFIX + "configuration_or_input", "permanent", "Endpoint, capability or input cannot form a request."),
-        _row(PREFIX + "stream_incomplete", "connector", "The events ended before a terminal event.", effect=Effect.POSSIBLE),
+        _row(
+            PREFIX + "stream_incomplete",
+            "connector",
+            "The events ended before a terminal event.",
+            effect=Effect.POSSIBLE,
+        ),
         _row(PREFIX + "stream_truncated", "connector", "The event limit was reached.", effect=Effect.POSSIBLE),
         _row(PREFIX + "stream_failed", "connector", "The run ended in failure.", effect=Effect.POSSIBLE),
     )

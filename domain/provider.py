@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from domain.errors import PREFIX
-from domain.values import Effect, Operation, sha256
+from domain.values import Effect, Operation
 
 TEXT_LIMIT = 2_000
 WARNING_SIGN = "\u26a0"
@@ -77,7 +77,7 @@ class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """One HTTP exchange as seen: ``sent`` is the mark that a byte of the request may have left.
 
-    ``body`` holds the exact bytes received up to the bound; ``digest`` covers them before any decoding.
+    ``body`` holds the exact bytes received up to the bound, before any decoding.
     """
 
     sent: bool
@@ -91,10 +91,6 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def complete(self) -> bool:
         return self.failure is Failure.NONE and self.status is not None
-
-    @property
-    def digest(self) -> str:
-        return sha256(self.body)
 
 
 class RawFrame(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +136,7 @@ class Verdict(StrEnum):
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     """A verdict with the facts that it rests on. ``code`` is the AIP 11.8 code of what was seen.
 
-    ``run_id`` (start), ``choice`` and ``resolved`` (approval), ``state`` (stop, start) come from an accepted answer only.
+    ``run_id`` (start), ``choice`` and ``resolved`` (approval), ``state`` (stop, start) come from accepted answers only.
     """
 
     verdict: Verdict
@@ -290,7 +286,7 @@ def judge_start(exchange: Exchange) -> Judgement:
 
 
 def judge_approval(exchange: Exchange, run_id: str) -> Judgement:
-    """Accepted on a complete 200 for this very run: proves that the provider applied a choice to ``resolved`` entries."""
+    """Accepted on a complete 200 for this very run: the provider applied a choice to ``resolved`` entries."""
     failed = _judge_failure(exchange)
     if failed:
         return failed

@@ -1,4 +1,4 @@
-"""Small frozen values that cannot be built wrong: ids, scopes, digests, times and the sealed form of private content."""
+"""Small frozen values that cannot be built wrong: ids, scopes, digests, times, and private content as it is sealed."""
 
 from __future__ import annotations
 
@@ -126,10 +126,12 @@ def sha256(data: bytes) -> str:
 
 
 def milliseconds(span: timedelta) -> int:
+    """Whole milliseconds of a span."""
     return int(span / timedelta(milliseconds=1))
 
 
 def after(at: datetime, ms: int) -> datetime:
+    """The time ``ms`` milliseconds later."""
     return at + timedelta(milliseconds=ms)
 
 
@@ -146,4 +148,5 @@ def t9(at: datetime) -> list[int]:
 
 
 def from_unix(seconds: float) -> datetime:
+    """A provider's Unix time as UTC."""
     return datetime.fromtimestamp(seconds, UTC)
