@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import datetime
+from enum import StrEnum
 
 import msgspec
 
@@ -33,6 +34,28 @@ from domain.stream import PendingAsk, RunStream
 from domain.values import Fence, Plain, Private, after
 
 
+class Phase(StrEnum):
+    """How much is known of a run."""
+
+    NEW = "new"
+    FOLLOWED = "followed"
+    LOST = "evidence_lost"
+    ENDED = "ended"
+    CONTRADICTED = "contradicted"
+
+
+NEXT: dict[tuple[Phase, type[Event]], Phase] = {
+    (Phase.NEW, RunBound): Phase.FOLLOWED,
+    (Phase.FOLLOWED, StatusUnread): Phase.LOST,
+    (Phase.LOST, StatusSeen): Phase.FOLLOWED,
+    (Phase.FOLLOWED, RunEnded): Phase.ENDED,
+    (Phase.LOST, RunEnded): Phase.ENDED,
+    (Phase.ENDED, EndDisputed): Phase.CONTRADICTED,
+}
+"""Transitions. A failed read that does not say that the run is missing, and a dispute by a word that is no end, are
+evidence only; no observation leads out of an end."""
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """A choice that was claimed for this run, and what became of it."""
 
@@ -56,6 +79,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One run as its history tells it."""
 
     version: int = 0
+    phase: Phase = Phase.NEW
     bound: RunBound | None = None
     owner: Fence | None = None
     seen: StatusSeen | None = None
@@ -82,24 +106,22 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return any(stop.may_have_acted for stop in self.stops)
 
 
-NEXT: dict[tuple[str, str], str] = {
-    ("bound", "status"): "observed",
-    ("bound", "terminal evidence"): "ended",
-    ("bound", "unread"): "evidence lost",
-    ("observed", "status"): "observed",
-    ("observed", "unread"): "evidence lost",
-    ("observed", "terminal evidence"): "ended",
-    ("evidence lost", "status"): "observed",
-    ("evidence lost", "terminal evidence"): "ended",
-    ("ended", "other terminal evidence"): "contradicted",
-}
-"""What observations do to a run, for the diagram: no observation leads out of an end."""
+def _moves(run: Run, event: Event) -> bool:
+    """Whether this event is of the kind that the table speaks about."""
+    match event:
+        case StatusUnread():
+            return event.missing
+        case EndDisputed():
+            return event.state in TERMINAL_STATES and run.ended is not None and event.state != run.ended.state
+        case _:
+            return True
 
 
 def evolve(run: Run, event: Event, version: int) -> Run:
     """The run after one more event."""
-    run = msgspec.structs.replace(run, version=version)
     replace = msgspec.structs.replace
+    phase = NEXT.get((run.phase, type(event)), run.phase) if _moves(run, event) else run.phase
+    run = replace(run, version=version, phase=phase)
     match event:
         case RunBound():
             return replace(run, bound=event, owner=event.owner)
@@ -147,12 +169,10 @@ def replay(history: Iterable[Recorded]) -> Run:
 
 def told_state(run: Run) -> tuple[str, str]:
     """(state, unknown_reason) for callers. An end stays an end; two ends that differ are ``contradicted``."""
+    if run.phase in (Phase.CONTRADICTED, Phase.LOST):
+        return "unknown", run.phase.value
     if run.ended is not None:
-        if any(dispute.state in TERMINAL_STATES and dispute.state != run.ended.state for dispute in run.disputes):
-            return "unknown", "contradicted"
         return run.ended.state, ""
-    if run.unread is not None and run.unread.missing:
-        return "unknown", "evidence_lost"
     if run.deadline_passed_at is not None:
         return "unknown", "deadline_passed"
     if run.seen is not None and run.seen.state in ("waiting_for_approval", "stopping"):
@@ -178,7 +198,7 @@ def marks(run: Run) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-# ---- observations: what a reading or a frame adds to the history -------------------------------------------------------
+# ---- observations: what a reading or a frame adds to the history ----
 
 
 def observe_status(
@@ -279,7 +299,7 @@ def pass_deadline(run: Run, *, at: datetime) -> tuple[Event, ...]:
     return (RunDeadlinePassed(at=at),)
 
 
-# ---- choices and stops: who may be sent to this run ----------------------------------------------------------------------
+# ---- choices and stops: who may be sent to this run ----
 
 
 def check_choice(
