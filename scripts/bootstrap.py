@@ -1,7 +1,7 @@
 """Make the Python environment of a script once, then run the script inside it.
 
-Rules of this file: standard library only, and words that an older Python can still parse, so that a wrong interpreter
-ends with a sentence and not with a syntax error.
+Rules of this file: standard library only, and nothing that Python 3.8 cannot parse, here and in the scripts, so that a
+wrong interpreter ends with a sentence and not with a syntax error.
 
 `enter("run")` looks for an environment built from `requirements/run.lock`, in the checkout (`.venv-run/`) or, where the
 checkout cannot be written, in the user's cache folder. An environment is named after the Python it was made with and
@@ -18,7 +18,6 @@ import os
 import pathlib
 import platform
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -31,25 +30,24 @@ COMPLETE = "complete"
 def enter(name: str) -> pathlib.Path:
     """Return inside the environment of `requirements/NAME.lock`, starting the script again there if need be.
 
-    The result is a folder for caches, writable by this user or not used. `ROOT` is first on the module path, in this
-    process and in its children.
+    The result is a folder for caches that this user may write in. `ROOT` is first on the module path, in this process
+    and in its children.
     """
     python = find_python()
     if python != sys.executable:
         os.execv(python, [python, *sys.argv])
     key = environment_key(name)
     places = candidate_folders(name)
+    if any(os.path.realpath(sys.prefix) == os.path.realpath(place / key) for place in places):
+        sys.path.insert(0, str(ROOT))
+        return next(place / "cache" for place in places if make_folder(place))
     for place in places:
-        if pathlib.Path(sys.prefix).resolve() == (place / key).resolve() and (place / key / COMPLETE).is_file():
-            sys.path.insert(0, str(ROOT))
-            return place / "cache"
-    for place in places:
-        if usable(place / key):
+        if usable(place, key):
             restart(place, key, share(place, key))
     for place in places:
         if make_folder(place):
             if place != places[0]:
-                say("the checkout is not writable for this user; the environment is in {}".format(place))  # noqa: UP032
+                say(f"the checkout is not writable for this user; the environment is in {place}")
             restart(place, key, build(name, place, key))
     sys.exit("no folder to make an environment in; tried: " + ", ".join(str(place) for place in places))
 
@@ -59,55 +57,54 @@ def find_python() -> str:
     if OLDEST <= sys.version_info[:2] <= NEWEST:
         return sys.executable
     for minor in range(NEWEST[1], OLDEST[1] - 1, -1):
-        found = shutil.which("python3." + str(minor))
+        found = shutil.which(f"python3.{minor}")
         if found and subprocess.call([found, "-c", "import venv"], stderr=subprocess.DEVNULL) == 0:
             return found
     running = ".".join(str(part) for part in sys.version_info[:2])
-    sys.exit("this needs Python 3.11, 3.12 or 3.13 (found only " + running + "); on Debian: apt-get install python3")
+    sys.exit(f"this needs Python 3.11, 3.12 or 3.13, and found only {running}; on Debian: apt-get install python3")
 
 
 def environment_key(name: str) -> str:
     """Python version, and the digest of everything that decides the environment's content."""
     version = ".".join(str(part) for part in sys.version_info[:3])
     identity = [version, platform.system(), platform.machine(), sys.base_prefix]
-    lock = (ROOT / "requirements" / (name + ".lock")).read_bytes()
+    lock = (ROOT / f"requirements/{name}.lock").read_bytes()
     digest = hashlib.sha256("\n".join(identity).encode() + b"\n" + lock).hexdigest()
-    return version + "-" + digest[:16]
+    return f"{version}-{digest[:16]}"
 
 
 def candidate_folders(name: str) -> list[pathlib.Path]:
     """Where environments may live, best first: the checkout, the user's cache, the user's own temporary folder."""
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    temporary = pathlib.Path(tempfile.gettempdir()) / ("hermes-reconciler-" + str(os.getuid()))
-    return [ROOT / (".venv-" + name), cache / "hermes-reconciler" / name, temporary / name]
+    temporary = pathlib.Path(tempfile.gettempdir()) / f"hermes-reconciler-{os.getuid()}"
+    return [ROOT / f".venv-{name}", cache / "hermes-reconciler" / name, temporary / name]
 
 
-def usable(folder: pathlib.Path) -> bool:
-    """A finished environment whose Python this user may start."""
-    return (folder / COMPLETE).is_file() and os.access(str(folder / "bin" / "python"), os.X_OK)
+def usable(place: pathlib.Path, key: str) -> bool:
+    """A finished environment whose Python this user may start; outside the checkout it must be the user's own."""
+    ours = ROOT in place.parents or (os.path.isdir(place) and os.stat(place).st_uid == os.getuid())
+    return ours and os.path.isfile(place / key / COMPLETE) and os.access(place / key / "bin" / "python", os.X_OK)
 
 
 def make_folder(place: pathlib.Path) -> bool:
-    """Make the folder if it is absent; True if it is this user's (or ours by permission) to write in."""
+    """Make the folder if it is absent; True if this user may write in it and, outside the checkout, nobody else may."""
     try:
-        place.mkdir(parents=True, exist_ok=True, mode=0o700 if place.parent.parent != ROOT.parent else 0o755)
+        place.mkdir(parents=True, exist_ok=True)
+        if ROOT not in place.parents:
+            place.parent.chmod(0o700)  # refused if another user was first, as anybody may be in a temporary folder
     except OSError:
         return False
-    if place.parent.parent == pathlib.Path(tempfile.gettempdir()):
-        parent = place.parent.lstat()
-        if parent.st_uid != os.getuid() or stat.S_ISLNK(parent.st_mode) or parent.st_mode & 0o022:
-            return False
-    return os.access(str(place), os.W_OK)
+    return os.access(place, os.W_OK) and not place.parent.is_symlink()
 
 
 def build(name: str, place: pathlib.Path, key: str) -> int:
     """Make the environment under an exclusive lock, unless another process was faster; returns the shared lock."""
     while True:
         held = share(place, key)
-        if usable(place / key):
+        if usable(place, key):
             return held
         fcntl.flock(held, fcntl.LOCK_EX)  # a shared lock turned exclusive may let another builder in first
-        if not usable(place / key):
+        if not usable(place, key):
             install(name, place / key)
             remove_unused(place, key)
         os.close(held)
@@ -115,8 +112,8 @@ def build(name: str, place: pathlib.Path, key: str) -> int:
 
 def install(name: str, folder: pathlib.Path) -> None:
     """Packages of the lock, checked by hash, from wheels alone; the file `complete` is written last."""
-    lock = str(ROOT / "requirements" / (name + ".lock"))
-    say("making the environment `" + name + "` once, in " + str(folder))
+    lock = str(ROOT / f"requirements/{name}.lock")
+    say(f"making the environment `{name}` once, in {folder}")
     shutil.rmtree(str(folder), ignore_errors=True)
     rules = ["--require-hashes", "--only-binary", ":all:", "-r", lock]
     python = str(folder / "bin" / "python")
@@ -127,7 +124,7 @@ def install(name: str, folder: pathlib.Path) -> None:
     else:
         if subprocess.call([sys.executable, "-c", "import ensurepip"], stderr=subprocess.DEVNULL) != 0:
             version = ".".join(str(part) for part in sys.version_info[:2])
-            sys.exit("this Python has no ensurepip; on Debian: apt-get install python" + version + "-venv")
+            sys.exit(f"this Python has no ensurepip; on Debian: apt-get install python{version}-venv")
         run([sys.executable, "-m", "venv", str(folder)])
         run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input", *rules])
     (folder / COMPLETE).write_text(lock + "\n")
@@ -142,14 +139,14 @@ def remove_unused(place: pathlib.Path, keep: str) -> None:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(str(folder), ignore_errors=True)
             except BlockingIOError:
-                say("left in place, still in use: " + str(folder))
+                say(f"left in place, still in use: {folder}")
             finally:
                 os.close(held)
 
 
 def share(place: pathlib.Path, key: str) -> int:
     """Hold the environment's lock together with its other users; waits while somebody builds."""
-    path = str(place / (key + ".lock"))
+    path = str(place / f"{key}.lock")
     writable = os.access(str(place), os.W_OK)
     held = os.open(path, os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY, 0o644)
     try:
