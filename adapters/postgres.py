@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Self
 
 import psycopg
-from psycopg import sql
+from psycopg import pq, sql
 from psycopg.conninfo import make_conninfo
 
 from adapters.postgres_folders import (
@@ -47,7 +47,7 @@ from adapters.postgres_process import Guarded, Runner, is_alive, is_this_postgre
 
 _USER = "postgres"
 _TICK_S = 0.02
-_CONNECT_TIMEOUT_S = 10
+_LONGEST_TICK_S = 0.5
 _INITDB = (
     "--locale=C",
     "--locale-provider=builtin",
@@ -144,6 +144,8 @@ class EmbeddedPostgres:
         if self.running:
             return self.dsn
         self.stop()
+        if "PGSERVICE" in os.environ:
+            raise PostgresError("postgres.start_failed", "unset PGSERVICE: libpq lets no connection string override it")
         patience = _Patience(deadline_s)
         package, version = wheel()
         data_dir = self.data_dir
@@ -172,6 +174,9 @@ class EmbeddedPostgres:
         except PermissionError as error:
             self.stop()
             raise PostgresError("postgres.account", f"not ours: {error.filename or error}") from error
+        except (OSError, psycopg.Error) as error:
+            self.stop()
+            raise PostgresError("postgres.start_failed", str(error)) from error
         except BaseException:
             self.stop()
             raise
@@ -228,7 +233,8 @@ class EmbeddedPostgres:
                     orphan = postmaster_pid(data_dir)
                     if owner is not None and orphan is not None and is_this_postgres(orphan, data_dir):
                         os.kill(orphan, signal.SIGINT)
-                if not patience.tick():
+                select.select([], [], [], _TICK_S)
+                if not patience.spend(_TICK_S):
                     raise PostgresError(
                         "postgres.owned",
                         f"{self._state_dir}: a server whose owner (process {owner}, {since}) is gone does not end",
@@ -251,7 +257,7 @@ class EmbeddedPostgres:
         guard = run.start("initdb", unfinished, [f"--username={_USER}", *_INITDB, *([] if self._fsync else ["-N"])])
         try:
             while not guard.ended(_TICK_S):
-                if not patience.tick(0):
+                if not patience.spend(_TICK_S):
                     raise PostgresError("postgres.start_failed", "initdb did not end within the deadline")
         finally:
             status = guard.end()
@@ -272,17 +278,19 @@ class EmbeddedPostgres:
         }
         arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         self._progress("starting PostgreSQL")
+        told = _tail(self._log, lines=1)
         self._guard = guard = run.start("postgres", data_dir, arguments)
-        told = ""
-        while (answer := _first_answer(_dsn(socket_dir, "postgres"))) is None:
+        wait_s = _TICK_S
+        while isinstance(answer := _answer(_dsn(socket_dir, "postgres")), str):
             line = _tail(self._log, lines=1)
-            if line != told:
+            if line != told and " LOG: " in line:
                 told = line
-                self._progress(f"starting PostgreSQL: {line}")
-            if guard.ended(_TICK_S):
+                self._progress(f"starting PostgreSQL: {line.partition(' LOG: ')[2].strip()}")
+            if guard.ended(wait_s):
                 raise PostgresError("postgres.start_failed", f"PostgreSQL ended while starting: {_tail(self._log)}")
-            if not patience.tick(0):
-                raise PostgresError("postgres.start_failed", f"not ready within the deadline: {_tail(self._log)}")
+            if not patience.spend(wait_s):
+                raise PostgresError("postgres.start_failed", f"not ready within the deadline: {answer}")
+            wait_s = min(wait_s * 1.2, _LONGEST_TICK_S)
         with answer:
             known = answer.execute("SELECT 1 FROM pg_database WHERE datname = %s", [self._database]).fetchone()
             if known is None:
@@ -297,10 +305,9 @@ class _Patience:
     def __init__(self, seconds: float) -> None:
         self._left = seconds
 
-    def tick(self, wait_s: float = _TICK_S) -> bool:
-        """Wait one tick (or count one already waited); False when no patience is left."""
-        select.select([], [], [], wait_s)
-        self._left -= _TICK_S
+    def spend(self, waited_s: float) -> bool:
+        """Count what was waited; False when no patience is left."""
+        self._left -= waited_s
         return self._left > 0
 
 
@@ -348,30 +355,39 @@ def _tail(log: Path, lines: int = 5) -> str:
 
 def _dsn(socket_dir: Path, database: str) -> str:
     """Everything that libpq would otherwise read from `PG*` variables of the client is named here."""
-    return make_conninfo(
-        host=str(socket_dir),
-        hostaddr="",
-        port=PORT,
-        user=_USER,
-        dbname=database,
-        password="",
-        passfile=os.devnull,
-        options="-c client_min_messages=notice",
-        application_name="hermes-reconciler",
-        client_encoding="UTF8",
-        connect_timeout=_CONNECT_TIMEOUT_S,
-        sslmode="disable",
-        gssencmode="disable",
-        channel_binding="disable",
-        require_auth="",
-        requirepeer="",
-        target_session_attrs="any",
-        load_balance_hosts="disable",
-    )
+    named = {
+        "host": str(socket_dir),
+        "hostaddr": "",
+        "port": str(PORT),
+        "user": _USER,
+        "dbname": database,
+        "password": "",
+        "passfile": str(socket_dir / "no-password-file"),
+        "options": "-c search_path=public",
+        "application_name": "hermes-reconciler",
+        "client_encoding": "UTF8",
+        "connect_timeout": "10",
+        "sslmode": "disable",
+        "sslnegotiation": "postgres",
+        "sslrootcert": "",
+        "ssl_min_protocol_version": "",
+        "ssl_max_protocol_version": "",
+        "gssencmode": "disable",
+        "channel_binding": "disable",
+        "require_auth": "",
+        "requirepeer": "",
+        "min_protocol_version": "3.0",
+        "max_protocol_version": "3.0",
+        "target_session_attrs": "any",
+        "load_balance_hosts": "disable",
+    }
+    known = {option.keyword.decode() for option in pq.Conninfo.get_defaults()}
+    return make_conninfo("", **{name: value for name, value in named.items() if name in known})
 
 
-def _first_answer(dsn: str) -> psycopg.Connection | None:
+def _answer(dsn: str) -> psycopg.Connection | str:
+    """A connection, or why there is none yet."""
     try:
         return psycopg.connect(dsn, autocommit=True)
-    except psycopg.OperationalError:
-        return None
+    except psycopg.OperationalError as error:
+        return str(error).strip()

@@ -111,12 +111,13 @@ def make_folder(folder: Path, account: Account | None) -> None:
     """Create or take one of our own folders, mode 0700, for the server's account."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    wanted = os.geteuid() if account is None else account.uid
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise PostgresError("postgres.account", f"{folder} is not a folder")
     if account is not None:
         os.chown(folder, account.uid, account.gid, follow_symlinks=False)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != wanted:
-        raise PostgresError("postgres.account", f"{folder} is not a folder of uid {wanted}")
+    elif found.st_uid != os.geteuid():
+        raise PostgresError("postgres.account", f"{folder} belongs to uid {found.st_uid}")
     folder.chmod(0o700)
 
 
@@ -176,13 +177,14 @@ def is_socket_path(folder: Path) -> bool:
 def refuse_other_major(state_dir: Path, data_dir: Path) -> None:
     """Raise `postgres.other_major` where another major version wrote the data; nothing is converted in place."""
     major = data_dir.name.removeprefix("postgres-")
-    found = next((d for d in sorted(state_dir.glob("postgres-*")) if d.name[9:].isdigit() and d != data_dir), None)
-    written = (data_dir / "PG_VERSION").read_text().strip() if data_dir.exists() else major
-    if written != major or (found is not None and not data_dir.exists()):
-        old = data_dir if found is None or written != major else found
+    if data_dir.exists():
+        old = data_dir if (data_dir / "PG_VERSION").read_text().strip() != major else None
+    else:
+        old = next((other for other in sorted(state_dir.glob("postgres-*")) if other.name[9:].isdigit()), None)
+    if old is not None:
         raise PostgresError(
             "postgres.other_major",
             f"{old} was written by another major version of PostgreSQL than the installed {major}. To move: start the "
-            f"release that wrote it, save it with pg_dumpall, rename {old.name} to {old.name}.old-data, start this "
-            "release once, and load the dump with psql",
+            f"release that wrote it, save it with pg_dumpall, rename {old.name} to old-{old.name}, start this release "
+            "once, and load the dump with psql",
         )

@@ -41,20 +41,21 @@ class BoundedLog:
 
     def __init__(self, path: str, limit: int) -> None:
         self._path = path
-        self._limit = limit
+        self.limit = limit
         self._open()
 
     def _open(self) -> None:
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._size = os.fstat(self._fd).st_size
 
     def write(self, chunk: bytes) -> None:
         """Append `chunk`; what a full disk does not take is dropped, for the database must not stall on its log."""
         try:
-            if self._size and self._size + len(chunk) > self._limit:
-                os.close(self._fd)
+            if self._size and self._size + len(chunk) > self.limit:
+                full = self._fd
                 os.replace(self._path, f"{self._path}.1")
                 self._open()
+                os.close(full)
             self._size += os.write(self._fd, chunk)
         except OSError:
             return
@@ -72,19 +73,25 @@ def supervise(task: Task) -> int:
         signal.signal(number, _only_wake)
 
     uid, gid = task["account"] or (None, None)
-    program = subprocess.Popen(
-        task["argv"],
-        cwd=task["cwd"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=[task["lock_fd"]],
-        user=uid,
-        group=gid,
-        extra_groups=None if uid is None else [],
-        umask=0o077,
-        preexec_fn=_ParentDeathSignal(),  # noqa: PLW1509  (no threads here)
-    )
+    try:
+        program = subprocess.Popen(
+            task["argv"],
+            cwd=task["cwd"],
+            # Python itself sets LC_CTYPE where no locale is set.
+            env={name: value for name, value in os.environ.items() if not name.startswith("LC_")},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[task["lock_fd"]],
+            user=uid,
+            group=gid,
+            extra_groups=None if uid is None else [],
+            umask=0o077,
+            preexec_fn=_ParentDeathSignal(),  # noqa: PLW1509  (no threads here)
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        log.write(f"cannot start {task['argv'][0]}: {error}\n".encode(errors="replace"))
+        return 127
     assert program.stdout is not None
     output = program.stdout.fileno()
     os.set_blocking(output, False)
@@ -133,7 +140,7 @@ def _pump(output: int, log: BoundedLog) -> bool:
     """Copy what the program has printed; False at its end of file."""
     while True:
         try:
-            chunk = os.read(output, 65536)
+            chunk = os.read(output, min(log.limit, 65536))
         except BlockingIOError:
             return True
         if not chunk:

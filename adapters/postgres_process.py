@@ -27,7 +27,7 @@ class Guarded:
         self.guard_pid = process.pid
         line = self._report.readline()
         if not line.strip().isdigit():
-            raise PostgresError("postgres.start_failed", f"the guard process ended at once ({self.end()})")
+            raise PostgresError("postgres.start_failed", f"no program was started ({self.end()}), see postgres.log")
         self.pid = int(line)
 
     def ended(self, timeout_s: float) -> bool:
@@ -85,6 +85,8 @@ class Runner:
                 [sys.executable, "-I", "-S", str(postgres_guard.__file__), json.dumps(task)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
                 env=environment | {"TZ": "UTC"},
                 pass_fds=[self._lock_fd],
                 start_new_session=True,

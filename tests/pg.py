@@ -6,7 +6,8 @@ A `conftest.py` that wants them says `from tests.pg import dsn, postgres_server`
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +19,16 @@ from psycopg.conninfo import make_conninfo
 from adapters.postgres import EmbeddedPostgres
 
 _numbers = itertools.count(1)
+
+
+def until(condition: Callable[[], bool], limit_s: float = 30) -> None:
+    """Wait for `condition`, and fail when it does not come true."""
+    tick = threading.Event()
+    for _ in range(int(limit_s / 0.01)):
+        if condition():
+            return
+        tick.wait(0.01)
+    pytest.fail("the condition did not come true in time")
 
 
 @contextmanager
