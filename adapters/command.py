@@ -1,0 +1,142 @@
+"""Commands of the journal: what is appended, what is answered, and the packed form that the writer joins.
+
+A command is a list of rows over one or more histories, stored all or none. Everything that can be wrong with one
+command by itself is found here, in its caller; what passes is packed into PostgreSQL's binary array elements once, and
+those bytes are what every try sends.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from enum import Enum
+
+import msgspec
+
+from domain.values import Fence
+
+FENCE_PREFIX = "-/fence/"
+NAME_BYTES = 255
+EVENT_BYTES = 1024 * 1024
+LAST_VERSION = 2**63 - 1
+EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
+MICROSECOND = timedelta(microseconds=1)
+
+_NULL = struct.pack(">i", -1)
+_BIGINT = struct.Struct(">iq")
+_LENGTH = struct.Struct(">i")
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of a history. `version` rises by one from 1; `position` is the notification id of a row that was read."""
+
+    history: str
+    version: int
+    topic: str
+    state: bytes
+    position: int = 0
+
+
+class Verdict(Enum):
+    """What became of a command. All but `UNLEASED` and `UNKNOWN` stay true for ever."""
+
+    COMMITTED = "committed"
+    CONFLICT = "conflict"
+    FENCED = "fenced"
+    UNLEASED = "unleased"
+    EXPIRED = "expired"
+    REJECTED = "rejected"
+    NOT_APPENDED = "not_appended"
+    UNKNOWN = "unknown"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A verdict; `position` is the notification id of the command's last row when committed, else 0."""
+
+    verdict: Verdict
+    position: int = 0
+    detail: str = ""
+
+
+class Takeover(msgspec.Struct, frozen=True):
+    """Advances the fence history of `replica`, and only from `expected` (0: it has no sequence yet)."""
+
+    replica: str
+    expected: int
+
+
+class Packed(msgspec.Struct, frozen=True):
+    """A checked command as binary array elements, one string for each array of the function's call."""
+
+    histories: frozenset[str]
+    guards: tuple[bytes, bytes, bytes, bytes, bytes, bytes]
+    columns: tuple[bytes, bytes, bytes, bytes]
+    count: int
+    size: int
+    takeover: bool
+
+
+def fence_history(replica: str) -> str:
+    """The history whose highest version is the current sequence of `replica`."""
+    return FENCE_PREFIX + replica
+
+
+def check(rows: Sequence[Stored], fence: Fence | None, takeover: Takeover | None = None) -> None:
+    """Raise `ValueError` when the rows cannot be one command: text, names, versions, bytes or sizes out of bounds.
+
+    Rows of fence histories belong to takeovers alone, and there only the first row is one. Versions of every other
+    history rise by one in the order given.
+    """
+    if fence is not None and not (fence.replica and 1 <= fence.sequence <= LAST_VERSION):
+        raise ValueError("a fence names a replica and a sequence from 1")
+    last: dict[str, int] = {}
+    for place, row in enumerate(rows):
+        own = takeover is not None and place == 0
+        if row.history.startswith(FENCE_PREFIX) != own:
+            raise ValueError("rows of a fence history are made by takeovers alone")
+        if not 1 <= row.version <= LAST_VERSION:
+            raise ValueError("versions begin at 1")
+        if last.get(row.history, row.version - 1) != row.version - 1:
+            raise ValueError("versions of a history rise by one within a command")
+        last[row.history] = row.version
+        if not isinstance(row.state, bytes):
+            raise ValueError("the state of a row is bytes")
+        if len(row.state) > EVENT_BYTES:
+            raise ValueError(f"an event is at most {EVENT_BYTES} bytes")
+
+
+def pack(rows: Sequence[Stored], fence: Fence | None, takeover: Takeover | None, not_after: datetime | None) -> Packed:
+    """Check and pack one command; raises `ValueError` as `check` does, and for text that PostgreSQL cannot hold."""
+    check(rows, fence, takeover)
+    histories, versions, topics, states = [], [], [], []
+    for row in rows:
+        histories.append(_name(row.history))
+        versions.append(_BIGINT.pack(8, row.version))
+        topics.append(_name(row.topic))
+        states.append(_LENGTH.pack(len(row.state)))
+        states.append(row.state)
+    columns = (b"".join(histories), b"".join(versions), b"".join(topics), b"".join(states))
+    guards = (
+        _NULL if fence is None else _name(fence_history(fence.replica)),
+        _NULL if fence is None else _BIGINT.pack(8, fence.sequence),
+        _NULL if takeover is None else _name(fence_history(takeover.replica)),
+        _NULL if takeover is None else _BIGINT.pack(8, takeover.expected),
+        _NULL if not_after is None else _BIGINT.pack(8, (not_after - EPOCH) // MICROSECOND),
+        struct.pack(">ii", 4, len(rows)),
+    )
+    return Packed(
+        histories=frozenset(row.history for row in rows),
+        guards=guards,
+        columns=columns,
+        count=len(rows),
+        size=sum(map(len, columns)),
+        takeover=takeover is not None,
+    )
+
+
+def _name(text: str) -> bytes:
+    data = text.encode()
+    if not data or len(data) > NAME_BYTES or b"\0" in data:
+        raise ValueError(f"names of histories and topics are 1 to {NAME_BYTES} bytes of UTF-8 without NUL")
+    return _LENGTH.pack(len(data)) + data
