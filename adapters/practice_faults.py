@@ -16,6 +16,7 @@ class PracticeOptions(msgspec.Struct, frozen=True):
     approval_timeout: float = 60.0
     keepalive: float | None = None  #: None = 30 s, 10 s on flavour 0.22
     subscribe_wait: float = 1.0  #: how long an events read waits for an unknown run
+    stop_delay: float = 0.15  #: from the moment a stop is noticed until the run is cancelled
     approval_stop_delay: float = 1.0  #: from a stop until a waiting approval gives up
     stream_retention: float = 300.0
     status_retention: float = 3600.0

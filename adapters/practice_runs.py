@@ -270,6 +270,7 @@ class PracticeRuns:
         except _Stopped:
             if turn.calls > 1 or turn.tools:
                 turn.row("assistant", "Operation interrupted.")
+            await asyncio.sleep(self.options.stop_delay)
             self._finish(run, "cancelled")
         except (_Failed, ValueError) as wrong:
             self._finish(run, "failed", error=str(wrong))
