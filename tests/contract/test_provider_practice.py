@@ -38,8 +38,11 @@ class Practice(PracticeHermes):
         return any(effect.command == command for effect in self.ledger().effects)
 
 
+@pytest.fixture(scope="module")
+def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Practice]:
+    with Practice(tmp_path_factory.mktemp("practice") / "state.jsonl") as practice:
+        yield practice
+
+
 class TestPracticeHermes(ProviderContract, ControlContract):
-    @pytest.fixture(scope="class")
-    def provider(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Practice]:
-        with Practice(tmp_path_factory.mktemp("practice") / "state.jsonl") as practice:
-            yield practice
+    """The suite on the practice provider."""
