@@ -13,7 +13,7 @@ import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import anyio
@@ -30,6 +30,7 @@ HEADER_LIMIT = 16 * 1024
 ERROR_BODY_LIMIT = 64 * 1024
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 SENT_MARK = "http11.send_request_headers.started"
+CONNECTED = "connection.connect_tcp.complete"
 # Headers that this adapter alone writes, and headers that no call ever has.
 OWN_HEADERS = frozenset(
     {
@@ -111,6 +112,10 @@ def check_origin(origin: str, *, allow_http: bool = False) -> str:
     return f"{parts.scheme}://{name}" + (f":{port}" if port is not None else "")
 
 
+class _Closable(Protocol):
+    async def aclose(self) -> None: ...
+
+
 class _Call:
     """One request under way: its mark, and the answer as far as it came."""
 
@@ -118,10 +123,21 @@ class _Call:
         self.sent = False
         self.response: httpx.Response | None = None
         self.body = bytearray()
+        self._connection: _Closable | None = None
 
-    async def trace(self, event: str, _info: dict[str, Any]) -> None:
+    async def trace(self, event: str, info: dict[str, Any]) -> None:
         if event == SENT_MARK:
             self.sent = True
+        elif event == CONNECTED:
+            self._connection = info["return_value"]
+
+    async def close(self) -> None:
+        """Close what is open. The library forgets a connection whose TLS handshake is cancelled."""
+        with anyio.CancelScope(shield=True):
+            if self.response is not None:
+                await self.response.aclose()
+            if self._connection is not None:
+                await self._connection.aclose()
 
     def exchange(self, failure: Failure = Failure.NONE) -> Exchange:
         seen = self.response
@@ -214,7 +230,7 @@ class HermesEndpoint:
                     async for item in items:
                         yield item
             finally:
-                await _close(call.response)
+                await call.close()
 
     async def _perform(self, out: Outgoing, places: anyio.Semaphore) -> Exchange:
         call = _Call()
@@ -230,7 +246,7 @@ class HermesEndpoint:
                 if call.response is not None:
                     failure = await self._receive(call, deadline, self._limits.body)
             finally:
-                await _close(call.response)
+                await call.close()
         return call.exchange(failure)
 
     def _request(self, out: Outgoing, call: _Call) -> httpx.Request | None:
@@ -246,8 +262,8 @@ class HermesEndpoint:
             if not _VALUE.match(value):
                 return None
             headers.append((name, value))
-        climbs = any(part in (".", "..") for part in out.path.split("/"))
-        if out.method not in ("GET", "POST") or not _PATH.match(out.path) or climbs:
+        odd = any(part in ("", ".", "..") for part in out.path[1:].split("/"))
+        if out.method not in ("GET", "POST") or not _PATH.match(out.path) or odd:
             return None
         if out.authenticated:
             if self._key is None:
@@ -331,12 +347,6 @@ async def _place(places: anyio.Semaphore, deadline: float) -> AsyncIterator[bool
     finally:
         if free:
             places.release()
-
-
-async def _close(response: httpx.Response | None) -> None:
-    if response is not None:
-        with anyio.CancelScope(shield=True):
-            await response.aclose()
 
 
 async def _chunks(response: httpx.Response) -> AsyncGenerator[bytes, None]:
