@@ -6,7 +6,7 @@ stands in the history as evidence. A settled Action never changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from enum import StrEnum
 
@@ -232,11 +232,13 @@ def settle_without_effect(
     code: str,
     *,
     at: datetime,
-    details: dict[str, str | int | bool | None] | None = None,
+    details: Mapping[str, str | int | bool | None] | None = None,
     message: str = "",
 ) -> ActionSettled:
     """A settlement of something that was never sent."""
-    return ActionSettled(at=at, status=status, effect=Effect.NONE, code=code, message=message, details=details or {})
+    return ActionSettled(
+        at=at, status=status, effect=Effect.NONE, code=code, message=message, details=dict(details or {})
+    )
 
 
 def settle_closed(action: Action, *, at: datetime) -> ActionSettled:

@@ -252,10 +252,10 @@ def _unusable(exchange: Exchange, cause: str) -> Judgement:
 
 
 def is_run_id(value: object) -> bool:
-    """True for a handle that can be kept and sent: a non-blank string up to 512 bytes without control characters."""
+    """True for a handle that can be kept and sent: up to 512 bytes, not blank, no control characters, no path climb."""
     return (
         isinstance(value, str)
-        and bool(value.strip())
+        and value.strip() not in ("", ".", "..")
         and not any(0xD800 <= ord(char) < 0xE000 for char in value)
         and len(value.encode()) <= 512
         and not any(ord(char) < 32 or 127 <= ord(char) < 160 for char in value)
