@@ -136,3 +136,8 @@ def record(attempt: Attempt, judgement: Judgement, exchange: Exchange, digest: s
 def orphaned(attempt: Attempt, *, at: datetime) -> AttemptUnknown:
     """A claim that nobody performs any more: whether its request left is not known and never will be guessed."""
     return AttemptUnknown(at=at, attempt_id=attempt.claim.attempt_id, code=PREFIX + "transport", cause="sender_lost")
+
+
+def never_sent(attempt: Attempt, cause: str, *, at: datetime) -> AttemptClosed:
+    """The claiming process itself knows that no byte left."""
+    return AttemptClosed(at=at, attempt_id=attempt.claim.attempt_id, sent=False, code=PREFIX + "not_sent", cause=cause)

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
 
+import msgspec
+
 from domain.events import Command, Recorded, Target
 from domain.provider import Exchange, Outgoing, StreamItem
 from domain.values import Fence, Private
@@ -92,6 +94,26 @@ class Vault(Protocol):
 
     def digest(self, content: bytes) -> str:
         """A keyed digest, 64 hex digits: equal content gives equal digests, and only to holders of the key."""
+
+
+class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
+    """A pointer to work that is not over, from a view: it says where to look, the history says what is true.
+
+    ``kind`` is ``action`` or ``run``. A run also names its endpoint and handle.
+    """
+
+    kind: str
+    tenant: str
+    id: str
+    owner: Fence
+    endpoint_id: str = ""
+
+
+class Finder(Protocol):
+    """Finds unfinished work without reading the whole log."""
+
+    async def unfinished(self) -> Sequence[Unfinished]:
+        """Every Action that is not settled and every run whose observation is not over, as of the latest event."""
 
 
 class Lease(Protocol):

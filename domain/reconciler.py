@@ -66,7 +66,9 @@ Step = Claim | Record | ReadStatus | WaitUntil | Hold | Finished
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decision about one Action rests on. ``in_flight`` names attempts that this process performs right now.
+    """What a decision about one Action rests on. ``in_flight`` names attempts that this process performs right now,
+    ``unsent`` those that it claimed without learning so in time and did not send. ``admitted`` says that the endpoint
+    is configured.
 
     ``run`` and ``stream`` are those of ``request.run_id`` for operations on a run. ``owner`` is this host's fence.
     """
@@ -74,6 +76,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     action: Action
     owner: Fence
     in_flight: frozenset[str] = frozenset()
+    unsent: frozenset[str] = frozenset()
+    admitted: bool = True
     run: Run | None = None
     stream: RunStream | None = None
     approval_timeout_ms: int = 60_000
@@ -88,7 +92,7 @@ def next_step(facts: Facts, *, at: datetime) -> Step:
         return Hold(why="owned_elsewhere")
     match action.state:
         case State.CLAIMED:
-            return _claimed(action, facts.in_flight, at)
+            return _claimed(facts, at)
         case State.RECEIVED:
             return Record(events=(actions.settle_received(action, at=at),), why="receipt_stored")
         case State.UNKNOWN:
@@ -101,10 +105,12 @@ def next_step(facts: Facts, *, at: datetime) -> Step:
             return _ready(facts, at)
 
 
-def _claimed(action: Action, in_flight: frozenset[str], at: datetime) -> Step:
-    attempt = action.attempt
-    if attempt is None or attempt.claim.attempt_id in in_flight:
+def _claimed(facts: Facts, at: datetime) -> Step:
+    attempt = facts.action.attempt
+    if attempt is None or attempt.claim.attempt_id in facts.in_flight:
         return Hold(why="in_flight")
+    if attempt.claim.attempt_id in facts.unsent:
+        return Record(events=(attempts.never_sent(attempt, "claim_in_doubt", at=at),), why="claimed_but_not_sent")
     return Record(events=(attempts.orphaned(attempt, at=at),), why="sender_lost")
 
 
@@ -140,6 +146,8 @@ def _ready(facts: Facts, at: datetime) -> Step:
     refusal = refuse_before_claim(facts, at=at)
     if refusal is not None:
         return Record(events=(refusal,), why="refused_before_sending")
+    if not facts.admitted:
+        return WaitUntil(at=action.deadline, why="endpoint_not_admitted")
     return Claim()
 
 

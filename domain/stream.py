@@ -76,6 +76,7 @@ class RunStream(msgspec.Struct, frozen=True, kw_only=True):
     closed_at: datetime | None = None
     last_seq: int = 0
     last_id: str = ""
+    last_digest: str = ""
     last_provider_seq: int | None = None
     last_frame_at: datetime | None = None
     asked: int = 0
@@ -122,6 +123,7 @@ def evolve(stream: RunStream, event: Event, version: int) -> RunStream:
                 stream,
                 last_seq=event.first + event.count - 1,
                 last_id=event.last_id or stream.last_id,
+                last_digest=event.digest,
                 last_provider_seq=(
                     event.last_provider_seq if event.last_provider_seq is not None else stream.last_provider_seq
                 ),
