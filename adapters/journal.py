@@ -26,6 +26,8 @@ from domain.values import Fence
 
 __all__ = ["Clock", "Fence", "Journal", "NotConfirmed", "NotTaken", "Outcome", "Stored", "Verdict", "fence_history"]
 
+START_S = 5.0
+
 _Result = TypeVar("_Result")
 
 
@@ -55,8 +57,9 @@ def handoff() -> Handoff:
 class Journal:
     """The journal on PostgreSQL; one writer thread, one listener thread and a few reading connections.
 
-    `dsn` reaches the primary directly or through a pooler in session mode; `schema` is the one that the migrations made. `on_state` hears `healthy`, `doubting` (something sent has no verdict) and `away` from the writer's
-    thread. Limits: commands waiting, events and bytes of a batch, seconds of one try.
+    `dsn` reaches the primary directly or through a pooler in session mode; `schema` is the one that the migrations
+    made. `on_state` hears `healthy`, `doubting` (something sent has no verdict) and `away`, from the writer's thread.
+    Limits: commands waiting, events and bytes of a batch, seconds of one try.
     """
 
     def __init__(
@@ -107,12 +110,17 @@ class Journal:
         return self._writer.last_commit_at
 
     async def start(self) -> None:
-        """Open the connections. Raises eventsourcing's `PersistenceError` when the database cannot be read."""
+        """Open the connections and try one commit, which `state` tells the end of.
+
+        Raises eventsourcing's `PersistenceError` when the database cannot be read. An idle journal learns nothing new
+        about its database: a probe that wants to know confirms.
+        """
         self._recorder = await anyio.to_thread.run_sync(self._open_recorder)
         self._horizon.reach(await self.last_position())
         self._listener = Listener(self._dsn, self._schema, self._horizon, self._clock)
         self._listener.start()
         self._writer.start()
+        await self._append([], None, None, START_S, None)
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Store what has queued for at most `grace_s`, answer everyone, close everything."""

@@ -35,7 +35,7 @@ class MemoryJournal:
         """Ready at once."""
         await anyio.lowlevel.checkpoint()
 
-    async def stop(self, grace_s: float = 5.0) -> None:
+    async def stop(self, grace_s: float = 5.0) -> None:  # noqa: ARG002 - the port
         """Nothing is open."""
         await anyio.lowlevel.checkpoint()
 
@@ -99,7 +99,7 @@ class MemoryJournal:
         await anyio.lowlevel.checkpoint()
         return len(self._log)
 
-    async def confirm(self, deadline_s: float = 10.0) -> None:
+    async def confirm(self, deadline_s: float = 10.0) -> None:  # noqa: ARG002 - the port
         """Memory has no standby."""
         await anyio.lowlevel.checkpoint()
 

@@ -238,8 +238,8 @@ class Writer:
             self._only_doubt = False
             self._limit = min(self._batch_events, self._limit * 2)
             self._stored(max(outcome.position for outcome in outcomes))
-            self._answer(batch, outcomes)
             self._become(DOUBTING if self.in_doubt else HEALTHY)
+            self._answer(batch, outcomes)
 
     def _again(self, batch: list[Pending], state: str, *, halve: bool) -> None:
         self._drop_line()
