@@ -180,7 +180,6 @@ def _decoder(strict: Any) -> msgspec.json.Decoder[Any]:
 def _strict_struct(kind: type[msgspec.Struct]) -> tuple[Any, Rebuild]:
     """A twin of a struct that takes no unknown members and `Sealed` where private content stands; and the way back."""
     hints = get_type_hints(kind)
-    names = kind.__struct_fields__
     members: list[Any] = []
     ways: dict[str, Rebuild] = {}
     for field in msgspec.structs.fields(kind):
@@ -196,7 +195,10 @@ def _strict_struct(kind: type[msgspec.Struct]) -> tuple[Any, Rebuild]:
     twin = msgspec.defstruct(kind.__name__, members, kw_only=True, forbid_unknown_fields=True)
 
     def rebuild(value: Any) -> Any:
-        return kind(**{n: ways[n](getattr(value, n)) if n in ways else getattr(value, n) for n in names})
+        found = msgspec.structs.asdict(value)
+        for name, way in ways.items():
+            found[name] = way(found[name])
+        return kind(**found)
 
     return twin, rebuild
 
@@ -216,5 +218,6 @@ def _strict(annotation: Any) -> tuple[Any, Rebuild | None]:
         strict, each = _strict(get_args(annotation)[0])
         return types.GenericAlias(tuple, (strict, ...)), (lambda value: tuple(map(each, value))) if each else None
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
-        return _strict_struct(annotation)
+        closed = annotation.__struct_config__.forbid_unknown_fields
+        return (annotation, None) if closed else _strict_struct(annotation)
     return annotation, None

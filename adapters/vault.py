@@ -19,6 +19,7 @@ from typing import Any, LiteralString, Protocol
 
 import anyio
 import msgspec
+import orjson
 import psycopg
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -282,7 +283,7 @@ def _derived(master: bytes, purpose: str) -> bytes:
 
 
 def _place(key: str, history: str, version: int, size: int) -> bytes:
-    return canonical([key, history, version, size])
+    return orjson.dumps([key, history, version, size])
 
 
 def _text(box: bytes) -> str:
