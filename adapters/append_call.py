@@ -8,6 +8,7 @@ not an answer closes the connection by its socket; nothing is ever cancelled on 
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
 import struct
@@ -27,6 +28,7 @@ PINNED = {
     "transaction_timeout": "5s",
     "client_encoding": "UTF8",
 }
+SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 ENVIRONMENT = ("08", "25", "28", "3D", "40", "53", "55", "57", "58", "F0", "XX", "23505")
 COLUMNS = 11
 STATEMENT = b"select * from append_events(" + b", ".join(b"$%d" % n for n in range(1, COLUMNS + 1)) + b")"
@@ -67,11 +69,16 @@ class Doubtful(Exception):
 
 
 def pinned(dsn: str, schema: str, application_name: str) -> str:
-    """`dsn` with what every connection of the journal sets for itself, whatever the role's defaults are."""
+    """`dsn` with what every connection of the journal sets for itself, whatever the role's defaults are.
+
+    Raises `ValueError` for a schema whose name would need quoting.
+    """
+    if SCHEMA.fullmatch(schema) is None:
+        raise ValueError("the name of a schema is lower-case letters, digits and underscores")
     options = str(conninfo_to_dict(dsn).get("options") or "")
     for name, value in PINNED.items():
         options += f" -c {name}={value}"
-    options += f' -c search_path="{schema}"'
+    options += f" -c search_path={schema}"
     return make_conninfo(dsn, options=options.strip(), application_name=application_name)
 
 

@@ -266,7 +266,12 @@ class Journal:
         return self._writer.submit(packed, into, wake)
 
     def _open_recorder(self) -> JournalRecorder:
-        return JournalRecorder(datastore(self._dsn, schema=self._schema, connections=self._connections))
+        store = datastore(self._dsn, schema=self._schema, connections=self._connections)
+        try:
+            return JournalRecorder(store)
+        except BaseException:
+            store.close()
+            raise
 
     def _close(self, grace_s: float) -> None:
         self._writer.stop(grace_s)
