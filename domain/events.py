@@ -60,7 +60,7 @@ class Callback(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ActionAccepted(Event, frozen=True, kw_only=True):
-    """A request was admitted. ``input`` is what the caller sent, ``request`` the exact body for the provider.
+    """A request was admitted. ``input`` is what the caller sent, ``request_digest`` that of the body it forms.
 
     ``deadline`` bounds this Action's own work; ``run_deadline`` (start only) the run that it creates.
     ``reviewed`` holds the digests of the provider requests that a choice was made for.
@@ -80,7 +80,6 @@ class ActionAccepted(Event, frozen=True, kw_only=True):
     deadline: datetime
     timeout_ms: int
     owner: Fence
-    request: Private | None = None
     request_digest: str = ""
     key: str = ""
     key_history: str = ""
@@ -97,6 +96,7 @@ class ActionAccepted(Event, frozen=True, kw_only=True):
     callback: Callback | None = None
     trace_id: str = ""
     correlation_id: str = ""
+    aip_session: str = ""
     dropped: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     retry_of: str = ""

@@ -99,7 +99,7 @@ class Vault(Protocol):
 class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
     """A pointer to work that is not over, from a view: it says where to look, the history says what is true.
 
-    ``kind`` is ``action`` or ``run``. A run also names its endpoint and handle.
+    ``kind`` is ``action``, ``approval`` (an Action that waits for a decision) or ``run``. A run's ``id`` is its handle.
     """
 
     kind: str

@@ -25,6 +25,7 @@ POLL_LIVE_MS = (2_000, 5_000, 10_000, 15_000, 30_000)
 POLL_BLIND_MS = (250, 500, 1_000, 2_000, 4_000, 8_000, 10_000)
 POLL_LOST_MS = (1_000, 2_000, 5_000, 15_000, 60_000, 300_000)
 OBSERVE_LIMIT_MS = 86_400_000
+CONFIRMING_POLLS = 6
 RETRYABLE_REFUSALS = frozenset({PREFIX + "remote_refused_temporarily", PREFIX + "not_sent"})
 
 
@@ -316,7 +317,7 @@ def next_run_step(facts: RunFacts, *, at: datetime) -> RunStep:
         return RecordRun(stream=stream.end_gap(seen, by, at=at), why="end_known")
     if not facts.live and stream.may_subscribe(seen, replay, at=at) and (run.ended is None or not seen.subscriptions):
         return Subscribe()
-    if run.ended is not None and (run.confirmed or run.unread is not None):
+    if run.ended is not None and (run.confirmed or run.unread is not None or facts.polls >= CONFIRMING_POLLS):
         return Hold(why="stream_open") if facts.live else Finished(why="end_known")
     if at >= after(run.tie.at, OBSERVE_LIMIT_MS) and run.phase is binding.Phase.LOST:
         return Finished(why="evidence_lost")
