@@ -22,6 +22,7 @@ CHOICES = ("once", "session", "always", "deny")
 _NO_TEXT = "\u26a0\ufe0f The practice model gave no text."
 _RUN_AHEAD_FRAMES = 256
 _REPLAYED_FRAMES = 1000
+_MESSAGE_END_SECONDS = 0.005
 
 
 class _Stopped(Exception):
@@ -56,6 +57,7 @@ class Run:
         self.unread = asyncio.Event()  #: set while nobody reads
         self.unread.set()
         self.muted = False
+        self.lost = False  #: its process is gone, so its streams break off
         self.pending: deque[Pending] = deque()
         self.allowed: set[str] = set()
         self.stop = asyncio.Event()
@@ -112,6 +114,9 @@ class PracticeRuns:
         for run in self.runs.values():
             if run.task is not None:
                 run.task.cancel()
+            run.lost, run.active = True, False
+            for _ in range(run.readers):
+                self._put(run, None)
         self.runs.clear()
 
     def terminate(self) -> None:
@@ -218,7 +223,8 @@ class PracticeRuns:
             except TimeoutError:
                 if not run.muted:
                     yield b": keepalive\n\n"
-        yield b": stream closed\n\n"
+        if not run.lost:
+            yield b": stream closed\n\n"
 
     def _put(self, run: Run, frame: dict[str, Any] | bytes | None) -> None:
         if run.queue is None:
@@ -334,7 +340,7 @@ class _Turn:
                     await self._call(line.commands(), line.verb)
                 case _:
                     await self._call([line.text], line.verb)
-        output = self._end_message() or output or ("ok:" if reason else output)
+        output = await self._end_message() or output or ("ok:" if reason else output)
         self.row("assistant", output if reason else "(empty)", finish_reason=reason or None)
         return output
 
@@ -361,15 +367,16 @@ class _Turn:
                 while self.run.readers and self.run.queue and self.run.queue.qsize() > _RUN_AHEAD_FRAMES:
                     await self._pause(0.002)
 
-    def _end_message(self) -> str:
+    async def _end_message(self) -> str:
         text = "".join(self._said)
         self._said = []
         if text:
+            await self._pause(_MESSAGE_END_SECONDS)
             self.runs._progress(self.run, "reasoning.available", text=text)
         return text
 
     async def _call(self, commands: list[str], verb: str) -> None:
-        text = self._end_message()
+        text = await self._end_message()
         named = verb == "TOOL" and commands[0] and " " not in commands[0]
         tool = commands[0] if named else "terminal"
         calls: list[dict[str, Any]] = []

@@ -146,8 +146,8 @@ class PracticeServer:
             try:
                 body = await self._body(request, name, run_id)
                 await self._serve(name, handler, Asked(request, body, identifier), send)
-            except ClientDisconnect:
-                return
+            except (ClientDisconnect, asyncio.CancelledError):
+                return  # nobody is left to answer, or the process ends under the request
             except Refused as refused:
                 await refused.answer(scope, receive, send)
 
@@ -400,6 +400,9 @@ class PracticeServer:
                     return
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
                 sent += 1
+            if run.lost:
+                await self._drop(request.scope)
+                return
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self.runs.detach(run)

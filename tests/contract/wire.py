@@ -29,10 +29,16 @@ class Differences:
 class Provider(Protocol):
     """A running provider under test."""
 
-    base_url: str
-    headers: dict[str, str]
     differences: Differences
     folder: Path  #: where commands create and delete
+
+    @property
+    def base_url(self) -> str:
+        """Address without a trailing slash."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Header that authorises a request."""
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -171,26 +177,27 @@ class Wire:
         answer = await self.get(f"/api/sessions/{session_id}/messages")
         return answer.json()["data"] if answer.status_code == 200 else []
 
+    async def read(self, run_id: str, reader: Reader) -> None:
+        """Bring a run's stream into the reader until it ends; cancelling closes the connection."""
+        try:
+            async with self.http.stream("GET", f"/v1/runs/{run_id}/events", headers=self.provider.headers) as answer:
+                reader.status, reader.headers = answer.status_code, answer.headers
+                reader.note()
+                async for chunk in answer.aiter_raw():
+                    reader.raw += chunk
+                    reader.note()
+        except httpx.RemoteProtocolError:
+            reader.raw += b": connection lost\n\n"
+        finally:
+            reader.ended = True
+            reader.note()
+
     @asynccontextmanager
     async def reading(self, run_id: str) -> AsyncIterator[Reader]:
         """A reader that is connected inside the block; leaving the block closes its connection."""
         reader = Reader()
-
-        async def read() -> None:
-            async with self.http.stream("GET", f"/v1/runs/{run_id}/events") as answer:
-                reader.status, reader.headers = answer.status_code, answer.headers
-                reader.note()
-                try:
-                    async for chunk in answer.aiter_raw():
-                        reader.raw += chunk
-                        reader.note()
-                except httpx.RemoteProtocolError:
-                    reader.raw += b": connection lost\n\n"
-            reader.ended = True
-            reader.note()
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(read)
+            tasks.start_soon(self.read, run_id, reader)
             await reader.until(lambda one: one.status != 0)
             yield reader
             tasks.cancel_scope.cancel()
