@@ -1,0 +1,489 @@
+"""How work enters: a verified caller's request becomes a stored Action, or a typed refusal and no work at all.
+
+Order of checks: capability and rights, mode and limits, key, input, tenant policy, then the key's holder, then whether
+the host takes new work, then one append of reservation and Action together. The first version of a reservation wins;
+who loses the race is answered with the winner's Action.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from adapters.driver import Driver
+from adapters.notices import Notices
+from domain import action as actions
+from domain import approval as approvals
+from domain import binding, idempotency
+from domain.action import Action, State
+from domain.approval import TenantPolicy
+from domain.contracts import CONTRACTS, Contract, parse_capability
+from domain.errors import CallerError, NotNow
+from domain.events import (
+    ActionAccepted,
+    Change,
+    Command,
+    Event,
+    RequestRefused,
+    action_history,
+    key_history,
+    run_history,
+    run_token,
+)
+from domain.ports import AppendUnknown, Clock, Conflict, Fenced, Lease, NotStored, Provider, Store, TooLate, Vault
+from domain.requests import check_run_input, check_start_input
+from domain.values import ID_PATTERN, Actor, Mode, Operation, Plain, PrivateScope, after
+
+LONGEST_TIMEOUT_MS = 86_400_000
+MAX_WAIT_S = 330.0
+APPEND_TRIES = 20
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a caller may say (AIP 3.1, action). Who the caller is never comes from here."""
+
+    capability_id: str
+    input: dict[str, Any]
+    mode: Mode = Mode.SYNC
+    id: str | None = None
+    idempotency_key: str | None = None
+    timeout_ms: int | None = None
+    callback: dict[str, Any] | None = None
+    memory_context: Any = None
+    metadata: Any = None
+    trace_id: str = ""
+    correlation_id: str = ""
+    session_id: str = ""
+    reason: str = ""
+    retry_of: str = ""
+
+
+class Admitted(msgspec.Struct, frozen=True, kw_only=True):
+    """The Action that answers a submission; ``replay`` if it was there already."""
+
+    action: Action
+    history: str
+    replay: bool
+
+
+class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cancel did: cancelled_without_effect, wish_stored, stop_requested or nothing_to_do."""
+
+    action: Action
+    what: str
+    stop_action_id: str = ""
+
+
+class EndpointPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What intake needs to know of an admitted endpoint beside its target."""
+
+    run_deadline_ms: int = 900_000
+    approvals_manual: bool = False
+
+
+class Gates:
+    """Whether the host takes new work. Probes and the lifecycle set these; intake and readiness read them."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.storage_ready = True
+        self.connector_ready = True
+
+
+class Intake:
+    """Admission, decisions and cancellation of Actions."""
+
+    def __init__(
+        self,
+        store: Store,
+        vault: Vault,
+        clock: Clock,
+        lease: Lease,
+        endpoints: Mapping[str, Provider],
+        endpoint_policies: Mapping[str, EndpointPolicy],
+        policy_of: Callable[[str], TenantPolicy],
+        driver: Driver,
+        notices: Notices,
+        gates: Gates,
+    ) -> None:
+        self._store, self._vault, self._clock, self._lease = store, vault, clock, lease
+        self._endpoints, self._endpoint_policies, self._policy_of = endpoints, endpoint_policies, policy_of
+        self._driver, self._notices, self._gates = driver, notices, gates
+
+    # ---- submitting --------------------------------------------------------------------------------------------------
+
+    async def submit(self, actor: Actor, submission: Submission) -> Admitted:
+        """Admit a request once. A repeat of a known key answers the original, also when no new work is taken."""
+        endpoint_id, operation = parse_capability(submission.capability_id)
+        provider = self._endpoints.get(endpoint_id)
+        if provider is None:
+            raise CallerError("capability.unsupported")
+        if not actor.may("action:write"):
+            raise CallerError("auth.not_authorized", details={"scope": "action:write"})
+        target = provider.target
+        if target.tenant_binding and target.tenant_binding != actor.tenant:
+            raise CallerError("connector.hermes_agent.tenant_mismatch")
+        contract = CONTRACTS[operation]
+        key = idempotency.check_key(_key_of(submission), required=contract.key_required)
+        draft = _Draft(actor, submission, contract, endpoint_id, key)
+        draft.fingerprint = self._vault.digest(
+            idempotency.fingerprint_text(submission.capability_id, _asked(submission, operation))
+        )
+        if key:
+            scope = idempotency.scope_text(actor.tenant, submission.capability_id, key)
+            draft.key_history = key_history(actor.tenant, self._vault.digest(scope)[:40])
+        elif submission.id is not None:
+            existing = await self._same_action(draft)
+            if existing is not None:
+                return existing
+        return await self._admit(draft)
+
+    async def _admit(self, draft: _Draft) -> Admitted:
+        for _ in range(APPEND_TRIES):
+            reserved = 0
+            if draft.key_history:
+                found = await self._holder(draft)
+                if isinstance(found, Admitted):
+                    return found
+                reserved = found
+            self._check_gates(draft)
+            events, scope = await self._accept(draft)
+            history = action_history(draft.actor.tenant, draft.action_id)
+            changes = [Change(history=history, expected=0, events=events, scope=scope)]
+            if draft.key_history:
+                reservation = idempotency.reserve(
+                    action_id=draft.action_id,
+                    capability_id=draft.submission.capability_id,
+                    principal=draft.actor.id,
+                    fingerprint=draft.fingerprint,
+                    at=self._clock.now(),
+                )
+                changes.append(Change(history=draft.key_history, expected=reserved, events=(reservation,)))
+            try:
+                stored = await self._store.append(
+                    Command(changes=tuple(changes), fence=self._lease.fence, cause=f"submit by {draft.actor.id}")
+                )
+            except Conflict:
+                if draft.submission.id is not None and not draft.key_history:
+                    existing = await self._same_action(draft)
+                    if existing is not None:
+                        return existing
+                if draft.submission.id is not None and await self._store.load(history):
+                    holder = (
+                        idempotency.holder(await self._store.load(draft.key_history)) if draft.key_history else None
+                    )
+                    if holder is None or holder.action_id != draft.action_id:
+                        raise CallerError("action.id_conflict") from None
+                continue
+            except (NotStored, TooLate) as error:
+                raise NotNow("storage.unavailable", retry_after_ms=1_000) from error
+            except Fenced as error:
+                raise NotNow("lease.fenced", retry_after_ms=1_000) from error
+            except AppendUnknown as error:
+                raise NotNow("storage.unknown", retry_after_ms=1_000) from error
+            action = actions.replay(item for item in stored if item.history == history)
+            self._driver.take(draft.actor.tenant, draft.action_id, action)
+            return Admitted(action=action, history=history, replay=False)
+        raise NotNow("storage.unavailable", retry_after_ms=1_000)
+
+    async def _holder(self, draft: _Draft) -> Admitted | int:
+        """The original that a key names, or the version at which the key is free to be reserved."""
+        found = await self._store.load(draft.key_history)
+        reserved = idempotency.holder(found)
+        if reserved is None:
+            return 0
+        history = action_history(draft.actor.tenant, reserved.action_id)
+        action = actions.replay(await self._store.load(history))
+        if idempotency.expired(reserved, action, at=self._clock.now()):
+            return found[-1].version
+        idempotency.check_repeat(reserved, draft.fingerprint, draft.actor)
+        await self._confirm()
+        return Admitted(action=action, history=history, replay=True)
+
+    async def _confirm(self) -> None:
+        """An answer from reads alone waits until what was read is durable."""
+        try:
+            await self._store.confirm()
+        except AppendUnknown as error:
+            raise NotNow("storage.unknown", retry_after_ms=1_000) from error
+
+    async def _same_action(self, draft: _Draft) -> Admitted | None:
+        """The Action that has the caller's own id already, if it was the same request by the same principal."""
+        history = action_history(draft.actor.tenant, draft.submission.id or "")
+        found = await self._store.load(history)
+        if not found:
+            return None
+        action = actions.replay(found)
+        if action.request.fingerprint != draft.fingerprint or action.request.principal != draft.actor.id:
+            raise CallerError("action.id_conflict")
+        return Admitted(action=action, history=history, replay=True)
+
+    def _check_gates(self, draft: _Draft) -> None:
+        gates = self._gates
+        if gates.draining or not self._lease.valid() or not gates.connector_ready or not gates.storage_ready:
+            reason = "draining" if gates.draining else "not_ready"
+            raise NotNow("connector_host.not_ready", retry_after_ms=1_000, details={"reason": reason})
+        if draft.submission.mode is Mode.SYNC and self._driver.full:
+            raise NotNow("connector_host.capacity", retry_after_ms=100)
+
+    async def _accept(self, draft: _Draft) -> tuple[tuple[Event, ...], PrivateScope]:
+        """The events of acceptance: the Action, and the approval request where the contract wants one."""
+        submission, contract, actor = draft.submission, draft.contract, draft.actor
+        draft.action_id = draft.action_id or submission.id or self._clock.new_id("act_")
+        at = self._clock.now()
+        facts = await (
+            self._start_facts(draft) if contract.operation is Operation.RUN_START else self._run_facts(draft)
+        )
+        limit = min(submission.timeout_ms or contract.timeout_ms, contract.timeout_ms)
+        run_limit = submission.timeout_ms or self._endpoint_policies[draft.endpoint_id].run_deadline_ms
+        policy = self._policy_of(actor.tenant)
+        given = json.dumps(submission.input, ensure_ascii=False, separators=(",", ":")).encode()
+        accepted = ActionAccepted(
+            at=at,
+            action_id=draft.action_id,
+            tenant=actor.tenant,
+            principal=actor.id,
+            principal_kind=actor.kind,
+            capability_id=submission.capability_id,
+            endpoint_id=draft.endpoint_id,
+            operation=contract.operation,
+            mode=submission.mode,
+            input=Plain(content=given),
+            fingerprint=draft.fingerprint,
+            deadline=after(at, limit),
+            timeout_ms=limit,
+            owner=self._lease.fence,
+            key=draft.key,
+            key_history=draft.key_history,
+            run_deadline=after(at, run_limit) if contract.operation is Operation.RUN_START else None,
+            trace_id=submission.trace_id,
+            correlation_id=submission.correlation_id,
+            aip_session=submission.session_id,
+            retry_of=submission.retry_of,
+            **facts,
+        )
+        events: tuple[Event, ...] = (accepted,)
+        if contract.approval:
+            approvals.check_policy(policy, contract.operation, accepted.choice, accepted.resolve_all)
+            events += approvals.request(
+                policy,
+                contract.operation,
+                approval_id="appr_" + draft.action_id,
+                decision_id=self._clock.new_id("dec_"),
+                reason=submission.reason or f"{contract.operation.value} of run {accepted.run_id}",
+                input_digest=self._vault.digest(given),
+                at=at,
+            )
+        return events, PrivateScope(tenant=actor.tenant, principal=actor.id)
+
+    async def _start_facts(self, draft: _Draft) -> dict[str, Any]:
+        start = check_start_input(draft.submission.input, default_session_id=_own_session(draft.action_id))
+        return {
+            "request_digest": self._vault.digest(start.content),
+            "requested_session": _asked_session(draft.submission.input),
+            "sent_session": start.requested_session or "",
+            "history_kind": start.history,
+            "session_key": Plain(content=start.session_key.encode()) if start.session_key else None,
+            "dropped": start.dropped,
+            "notices": self._notices_of(draft),
+        }
+
+    def _notices_of(self, draft: _Draft) -> tuple[str, ...]:
+        manual = self._endpoint_policies[draft.endpoint_id].approvals_manual
+        return () if manual else ("endpoint_approvals_not_asserted_manual",)
+
+    async def _run_facts(self, draft: _Draft) -> dict[str, Any]:
+        operation, actor = draft.contract.operation, draft.actor
+        given = check_run_input(operation, draft.submission.input)
+        run = binding.replay(
+            await self._store.load(run_history(actor.tenant, draft.endpoint_id, run_token(given.run_id)))
+        )
+        if run.bound is None or (run.bound.principal != actor.id and not actor.may_any("action:write")):
+            raise CallerError("action.not_found")
+        return {
+            "run_id": given.run_id,
+            "choice": given.choice,
+            "resolve_all": given.resolve_all,
+            "reviewed": given.reviewed,
+            "max_events": given.max_events if operation is Operation.RUN_EVENTS else 0,
+            "session_key": Plain(content=given.session_key.encode()) if given.session_key else None,
+        }
+
+    # ---- following ---------------------------------------------------------------------------------------------------
+
+    async def settled(self, tenant: str, action_id: str, timeout_s: float) -> Action:
+        """The Action as soon as it can be answered: settled, unknown or awaiting approval; else as it is at the end."""
+        history = action_history(tenant, action_id)
+        give_up = self._clock.monotonic() + min(timeout_s, MAX_WAIT_S)
+        with self._notices.watch(history) as bell:
+            while True:
+                bell.clear()
+                action = actions.replay(await self._store.load(history))
+                left = give_up - self._clock.monotonic()
+                if action.state in (State.SETTLED, State.UNKNOWN, State.AWAITING) or left <= 0:
+                    await self._confirm()
+                    return action
+                await bell.wait(min(2.0, left))
+
+    async def find(self, actor: Actor, action_id: str, scope: str = "action:read") -> Action:
+        """An Action that this caller may see; another tenant's or principal's looks like an unknown id."""
+        if not actor.may(scope):
+            raise CallerError("auth.not_authorized", details={"scope": scope})
+        if not ID_PATTERN.match(action_id):
+            raise CallerError("action.not_found")
+        found = await self._store.load(action_history(actor.tenant, action_id))
+        if not found:
+            raise CallerError("action.not_found")
+        action = actions.replay(found)
+        if action.request.principal != actor.id and not actor.may_any(scope):
+            raise CallerError("action.not_found")
+        await self._confirm()
+        return action
+
+    # ---- deciding and cancelling -------------------------------------------------------------------------------------
+
+    async def decide(self, actor: Actor, action_id: str, *, granted: bool, reason: str) -> Action:
+        """A person's decision about a waiting Action; it is acted on once, by the host that owns the Action."""
+        if not ID_PATTERN.match(action_id):
+            raise CallerError("action.not_found")
+
+        def make(action: Action) -> tuple[Event, ...]:
+            if action.accepted is None:
+                raise CallerError("action.not_found")
+            return actions.decide_approval(
+                action,
+                self._policy_of(actor.tenant),
+                actor,
+                granted=granted,
+                reason=reason,
+                decision_id=self._clock.new_id("dec_"),
+                at=self._clock.now(),
+            )
+
+        return await self._change(actor, action_id, make)
+
+    async def cancel(self, actor: Actor, action_id: str, reason: str) -> Cancelled:
+        """Cancel an Action; a stop is asked for, once and under the policy, only if its input holds a run id."""
+        await self.find(actor, action_id, "action:write")
+        action = await self._change(
+            actor, action_id, lambda found: actions.wish_cancel(found, actor, reason, at=self._clock.now())
+        )
+        request = action.request
+        stops = request.operation in (Operation.RUN_STATUS, Operation.RUN_EVENTS) or (
+            request.operation is Operation.RUN_APPROVAL and action.attempts
+        )
+        if stops and request.run_id:
+            stop = await self.submit(
+                actor,
+                Submission(
+                    capability_id=f"cap:hermes_agent:{request.endpoint_id}:{Operation.RUN_STOP.value}",
+                    input={"run_id": request.run_id},
+                    mode=Mode.SYNC,
+                    idempotency_key=f"cancel:{action_id}",
+                    reason=reason or f"cancel of {action_id}",
+                ),
+            )
+            return Cancelled(action=action, what="stop_requested", stop_action_id=stop.action.request.action_id)
+        if action.state is State.SETTLED:
+            return Cancelled(action=action, what="cancelled_without_effect")
+        return Cancelled(action=action, what="wish_stored")
+
+    async def _change(self, actor: Actor, action_id: str, make: Callable[[Action], tuple[Event, ...]]) -> Action:
+        history = action_history(actor.tenant, action_id)
+        for _ in range(APPEND_TRIES):
+            action = actions.replay(await self._store.load(history))
+            events = make(action)
+            if not events:
+                return action
+            change = Change(history=history, expected=action.version, events=events)
+            approval = action.approval
+            not_after = approval.usable_until if approval and action.state is State.AWAITING else None
+            try:
+                stored = await self._store.append(
+                    Command(changes=(change,), fence=self._lease.fence, not_after=not_after, cause=f"by {actor.id}")
+                )
+            except Conflict:
+                continue
+            except TooLate as error:
+                raise CallerError("policy.approval_expired") from error
+            except NotStored as error:
+                raise NotNow("storage.unavailable", retry_after_ms=1_000) from error
+            except Fenced as error:
+                raise NotNow("lease.fenced", retry_after_ms=1_000) from error
+            except AppendUnknown as error:
+                raise NotNow("storage.unknown", retry_after_ms=1_000) from error
+            for recorded in stored:
+                action = actions.evolve(action, recorded.event, recorded.version)
+            self._notices.tell(history)
+            self._driver.take(actor.tenant, action_id)
+            return action
+        raise NotNow("storage.unavailable", retry_after_ms=1_000)
+
+    async def refused(self, actor: Actor, route: str, code: str, subject: str) -> None:
+        """Keep a refused mutation in the audit: who, where, which code; never what was sent."""
+        history = f"{actor.tenant}/aud/{self._vault.digest(actor.id.encode())[:40]}"
+        event = RequestRefused(at=self._clock.now(), by=actor.id, route=route, code=code, subject=subject[:128])
+        for _ in range(APPEND_TRIES):
+            found = await self._store.load(history)
+            change = Change(history=history, expected=found[-1].version if found else 0, events=(event,))
+            try:
+                await self._store.append(Command(changes=(change,), cause="refusal"))
+            except Conflict:
+                continue
+            except (NotStored, AppendUnknown) as error:
+                raise NotNow("storage.unavailable", retry_after_ms=1_000) from error
+            return
+
+
+class _Draft:
+    """A submission on its way to being admitted."""
+
+    def __init__(self, actor: Actor, submission: Submission, contract: Contract, endpoint_id: str, key: str) -> None:
+        if submission.mode not in contract.modes:
+            raise CallerError("execution.mode_unsupported", details={"modes": [mode.value for mode in contract.modes]})
+        if submission.callback is not None:
+            raise CallerError("callback.unsupported")
+        if submission.id is not None and not ID_PATTERN.match(submission.id):
+            raise CallerError("request.invalid", "An Action id is 1 to 128 letters, digits, '_' or '-'.")
+        if submission.timeout_ms is not None and not 1 <= submission.timeout_ms <= LONGEST_TIMEOUT_MS:
+            raise CallerError("request.invalid", "timeout_ms is 1 to 86400000.", details={"field": "timeout_ms"})
+        for name in ("trace_id", "correlation_id", "session_id", "retry_of"):
+            value = getattr(submission, name)
+            if value and not ID_PATTERN.match(value):
+                raise CallerError("request.invalid", details={"field": name})
+        if len(submission.reason) > 2_000:
+            raise CallerError("request.invalid", details={"field": "reason"})
+        if contract.operation is Operation.RUN_START:
+            check_start_input(submission.input)
+        else:
+            check_run_input(contract.operation, submission.input)
+        self.actor, self.submission, self.contract = actor, submission, contract
+        self.endpoint_id, self.key = endpoint_id, key
+        self.fingerprint = ""
+        self.key_history = ""
+        self.action_id = ""
+
+
+def _key_of(submission: Submission) -> str | None:
+    given = submission.input.get("idempotency_key")
+    return submission.idempotency_key if submission.idempotency_key is not None or not isinstance(given, str) else given
+
+
+def _asked(submission: Submission, operation: Operation) -> dict[str, Any]:
+    """The part of a request that a repeat must equal: its input without the key itself."""
+    asked = {name: value for name, value in submission.input.items() if name != "idempotency_key"}
+    return {"operation": operation.value, "input": asked}
+
+
+def _own_session(action_id: str) -> str:
+    """Every run gets a conversation of its own, so that its traces at the provider are its own."""
+    return f"aip-{action_id}"
+
+
+def _asked_session(given: dict[str, Any]) -> str:
+    body = given.get("body") if isinstance(given.get("body"), dict) else given
+    session = body.get("session_id") if isinstance(body, dict) else None
+    return session[:512] if isinstance(session, str) else ""
