@@ -8,9 +8,10 @@ those bytes are what every try sends.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from datetime import UTC, datetime, timedelta
 from enum import Enum
+from functools import lru_cache
 
 import msgspec
 
@@ -26,6 +27,7 @@ MICROSECOND = timedelta(microseconds=1)
 _NULL = struct.pack(">i", -1)
 _BIGINT = struct.Struct(">iq")
 _LENGTH = struct.Struct(">i")
+_COUNT = struct.Struct(">ii")
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +71,7 @@ class Takeover(msgspec.Struct, frozen=True):
 class Packed(msgspec.Struct, frozen=True):
     """A checked command as binary array elements, one string for each array of the function's call."""
 
-    histories: frozenset[str]
+    histories: Set[str]
     guards: tuple[bytes, bytes, bytes, bytes, bytes, bytes]
     columns: tuple[bytes, bytes, bytes, bytes]
     count: int
@@ -82,56 +84,58 @@ def fence_history(replica: str) -> str:
     return FENCE_PREFIX + replica
 
 
-def check(rows: Sequence[Stored], fence: Fence | None, takeover: Takeover | None = None) -> None:
-    """Raise `ValueError` when the rows cannot be one command: text, names, versions, bytes or sizes out of bounds.
+def pack(rows: Sequence[Stored], fence: Fence | None, takeover: Takeover | None, not_after: datetime | None) -> Packed:
+    """Check and pack one command. Raises `ValueError` when the rows cannot be one.
 
     Rows of fence histories belong to takeovers alone, and there only the first row is one. Versions of every other
-    history rise by one in the order given.
+    history begin at 1 and rise by one in the order given. Names are UTF-8 without NUL; a state is bytes.
     """
-    if fence is not None and not (fence.replica and 1 <= fence.sequence <= LAST_VERSION):
-        raise ValueError("a fence names a replica and a sequence from 1")
     last: dict[str, int] = {}
-    for place, row in enumerate(rows):
-        own = takeover is not None and place == 0
-        if row.history.startswith(FENCE_PREFIX) != own:
-            raise ValueError("rows of a fence history are made by takeovers alone")
-        if not 1 <= row.version <= LAST_VERSION:
-            raise ValueError("versions begin at 1")
-        if last.get(row.history, row.version - 1) != row.version - 1:
-            raise ValueError("versions of a history rise by one within a command")
-        last[row.history] = row.version
-        if not isinstance(row.state, bytes):
-            raise ValueError("the state of a row is bytes")
-        if len(row.state) > EVENT_BYTES:
-            raise ValueError(f"an event is at most {EVENT_BYTES} bytes")
-
-
-def pack(rows: Sequence[Stored], fence: Fence | None, takeover: Takeover | None, not_after: datetime | None) -> Packed:
-    """Check and pack one command; raises `ValueError` as `check` does, and for text that PostgreSQL cannot hold."""
-    check(rows, fence, takeover)
     histories, versions, topics, states = [], [], [], []
+    own = takeover is not None
     for row in rows:
-        histories.append(_name(row.history))
-        versions.append(_BIGINT.pack(8, row.version))
-        topics.append(_name(row.topic))
-        states.append(_LENGTH.pack(len(row.state)))
-        states.append(row.state)
+        history, version, content = row.history, row.version, row.state
+        if history.startswith(FENCE_PREFIX) is not own:
+            raise ValueError("rows of a fence history are made by takeovers alone")
+        own = False
+        if not 1 <= version <= LAST_VERSION:
+            raise ValueError("versions begin at 1")
+        if last.get(history, version - 1) != version - 1:
+            raise ValueError("versions of a history rise by one within a command")
+        last[history] = version
+        if not isinstance(content, bytes):
+            raise ValueError("the state of a row is bytes")
+        if len(content) > EVENT_BYTES:
+            raise ValueError(f"an event is at most {EVENT_BYTES} bytes")
+        histories.append(_name(history))
+        versions.append(_BIGINT.pack(8, version))
+        topics.append(_known_name(row.topic))
+        states.append(_LENGTH.pack(len(content)))
+        states.append(content)
     columns = (b"".join(histories), b"".join(versions), b"".join(topics), b"".join(states))
-    guards = (
+    return Packed(
+        histories=last.keys(),
+        guards=_guards(fence, takeover, not_after, len(rows)),
+        columns=columns,
+        count=len(rows),
+        size=sum(map(len, columns)),
+        takeover=takeover is not None,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _guards(
+    fence: Fence | None, takeover: Takeover | None, not_after: datetime | None, count: int
+) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes]:
+    if fence is not None and not 1 <= fence.sequence <= LAST_VERSION:
+        raise ValueError("a fence has a sequence from 1")
+    return (
         _NULL if fence is None else _name(fence_history(fence.replica)),
         _NULL if fence is None else _BIGINT.pack(8, fence.sequence),
         _NULL if takeover is None else _name(fence_history(takeover.replica)),
         _NULL if takeover is None else _BIGINT.pack(8, takeover.expected),
         _NULL if not_after is None else _BIGINT.pack(8, (not_after - EPOCH) // MICROSECOND),
-        struct.pack(">ii", 4, len(rows)),
-    )
-    return Packed(
-        histories=frozenset(row.history for row in rows),
-        guards=guards,
-        columns=columns,
-        count=len(rows),
-        size=sum(map(len, columns)),
-        takeover=takeover is not None,
+        _COUNT.pack(4, count),
     )
 
 
@@ -140,3 +144,6 @@ def _name(text: str) -> bytes:
     if not data or len(data) > NAME_BYTES or b"\0" in data:
         raise ValueError(f"names of histories and topics are 1 to {NAME_BYTES} bytes of UTF-8 without NUL")
     return _LENGTH.pack(len(data)) + data
+
+
+_known_name = lru_cache(maxsize=1024)(_name)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -18,7 +17,7 @@ import psycopg
 
 from adapters.append_call import Clock, pinned
 from adapters.command import Stored
-from adapters.writer import Handoff
+from adapters.wakeup import Wakeup
 
 POLL_S = 2.0
 ANSWER_S = 2.0
@@ -68,7 +67,7 @@ class Horizon:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[int, tuple[int, Handoff, Callable[[], None]]] = {}
+        self._waiting: dict[int, tuple[int, Wakeup]] = {}
         self._next = 0
         self.position = 0
 
@@ -78,19 +77,19 @@ class Horizon:
             if position <= self.position:
                 return
             self.position = position
-            ready = [key for key, (beyond, _, _) in self._waiting.items() if beyond < position]
+            ready = [key for key, (beyond, _) in self._waiting.items() if beyond < position]
             woken = [self._waiting.pop(key) for key in ready]
-        for _, handoff, wake in woken:
+        for _, waiting in woken:
             with suppress(RuntimeError):  # the event loop of that follower is gone
-                handoff(wake)
+                waiting.handoff(waiting.wake)
 
-    def await_beyond(self, position: int, handoff: Handoff, wake: Callable[[], None]) -> int | None:
+    def await_beyond(self, position: int, waiting: Wakeup) -> int | None:
         """Ask to be woken beyond a position; None when it is passed already, else the key to forget it by."""
         with self._lock:
             if self.position > position:
                 return None
             self._next += 1
-            self._waiting[self._next] = (position, handoff, wake)
+            self._waiting[self._next] = (position, waiting)
             return self._next
 
     def forget(self, key: int) -> None:

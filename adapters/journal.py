@@ -15,13 +15,13 @@ from typing import TypeVar
 
 import anyio
 import anyio.to_thread
-import sniffio
 
 from adapters.append_call import Clock
 from adapters.command import Outcome, Stored, Takeover, Verdict, fence_history, pack
 from adapters.follower import POLL_S, Horizon, Listener
 from adapters.recorder import JournalRecorder, datastore
-from adapters.writer import Handoff, Pending, Writer
+from adapters.wakeup import Wakeup, wakeup
+from adapters.writer import Pending, Writer
 from domain.values import Fence
 
 __all__ = ["Clock", "Fence", "Journal", "NotConfirmed", "NotTaken", "Outcome", "Stored", "Verdict", "fence_history"]
@@ -41,17 +41,6 @@ class NotTaken(Exception):
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(f"{outcome.verdict.value}: {outcome.detail}")
         self.outcome = outcome
-
-
-def handoff() -> Handoff:
-    """How another thread gets a call into the running event loop."""
-    if sniffio.current_async_library() == "trio":
-        import trio
-
-        return trio.lowlevel.current_trio_token().run_sync_soon
-    import asyncio
-
-    return asyncio.get_running_loop().call_soon_threadsafe
 
 
 class Journal:
@@ -145,7 +134,7 @@ class Journal:
 
     def submit(self, rows: Sequence[Stored], *, fence: Fence | None, not_after: datetime | None = None) -> Pending:
         """The same for threads: queue a command, then `wait(timeout_s)` for its outcome."""
-        return self._submit(rows, fence, None, not_after, None, lambda: None)
+        return self._submit(rows, fence, None, not_after, None)
 
     async def take_sequence(
         self, replica: str, state: bytes, topic: str, *, sequence: int | None = None, deadline_s: float = 30.0
@@ -218,19 +207,17 @@ class Journal:
         until = self._clock.monotonic() + timeout_s
         while True:
             left = until - self._clock.monotonic()
-            wake = anyio.Event()
-            key = self._horizon.await_beyond(position, handoff(), wake.set)
-            if key is None:
+            waiting = wakeup()
+            key = self._horizon.await_beyond(position, waiting)
+            if key is not None:
+                try:
+                    await waiting.wait(min(left, POLL_S))
+                finally:
+                    self._horizon.forget(key)
+                if self._horizon.position <= position:
+                    self._horizon.reach(await self.last_position())
+            if self._horizon.position > position or left <= POLL_S:
                 return self._horizon.position
-            try:
-                with anyio.move_on_after(max(0.0, min(left, POLL_S))):
-                    await wake.wait()
-            finally:
-                self._horizon.forget(key)
-            if not wake.is_set():
-                self._horizon.reach(await self.last_position())
-                if self._horizon.position > position or left <= POLL_S:
-                    return self._horizon.position
 
     async def _append(
         self,
@@ -240,12 +227,11 @@ class Journal:
         deadline_s: float,
         not_after: datetime | None,
     ) -> Outcome:
-        answered = anyio.Event()
-        pending = self._submit(rows, fence, takeover, not_after, handoff(), answered.set)
+        answered = wakeup()
+        pending = self._submit(rows, fence, takeover, not_after, answered)
         if pending.outcome is None:
             try:
-                with anyio.move_on_after(deadline_s):
-                    await answered.wait()
+                await answered.wait(deadline_s)
             finally:
                 outcome = pending.give_up()
             return outcome
@@ -257,13 +243,12 @@ class Journal:
         fence: Fence | None,
         takeover: Takeover | None,
         not_after: datetime | None,
-        into: Handoff | None,
-        wake: Callable[[], None],
+        waiting: Wakeup | None,
     ) -> Pending:
         packed = pack(rows, fence, takeover, not_after)
         if packed.count > self._batch_events or packed.size > self._batch_bytes:
             raise ValueError(f"a command is at most {self._batch_events} events and {self._batch_bytes} bytes")
-        return self._writer.submit(packed, into, wake)
+        return self._writer.submit(packed, waiting)
 
     def _open_recorder(self) -> JournalRecorder:
         store = datastore(self._dsn, schema=self._schema, connections=self._connections)

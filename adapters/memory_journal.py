@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
-import anyio
 import anyio.lowlevel
 
 from adapters.append_call import Clock
 from adapters.command import Outcome, Stored, Takeover, Verdict, fence_history, pack
 from adapters.follower import Horizon
-from adapters.journal import NotTaken, handoff
+from adapters.journal import NotTaken
+from adapters.wakeup import wakeup
 from domain.values import Fence
 
 
@@ -105,12 +105,11 @@ class MemoryJournal:
 
     async def wait_beyond(self, position: int, timeout_s: float) -> int:
         """See `Journal.wait_beyond`."""
-        wake = anyio.Event()
-        key = self._horizon.await_beyond(position, handoff(), wake.set)
+        waiting = wakeup()
+        key = self._horizon.await_beyond(position, waiting)
         if key is not None:
             try:
-                with anyio.move_on_after(timeout_s):
-                    await wake.wait()
+                await waiting.wait(timeout_s)
             finally:
                 self._horizon.forget(key)
         return self._horizon.position

@@ -17,12 +17,11 @@ import psycopg
 
 from adapters.append_call import AppendLine, Clock, Doubtful, Refused
 from adapters.command import Outcome, Packed, Verdict
+from adapters.wakeup import Handoff, Wakeup
 
 ALONE = 3
 PAUSE_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 ASIDE_S = (1.0, 2.0, 5.0, 15.0, 60.0)
-
-Handoff = Callable[[Callable[[], None]], object]
 
 HEALTHY, DOUBTING, AWAY = "healthy", "doubting", "away"
 
@@ -30,13 +29,13 @@ HEALTHY, DOUBTING, AWAY = "healthy", "doubting", "away"
 class Pending:
     """One command on its way; `outcome` is the verdict of the journal, however late it comes.
 
-    `wake` is called through `handoff` once the outcome is there: those of one batch that share a handoff share a call.
+    `waiting` is woken once the outcome is there: those of one batch that share an event loop share a call into it.
     """
 
-    __slots__ = ("_answered", "_writer", "alone", "handoff", "outcome", "packed", "tried", "wake")
+    __slots__ = ("_answered", "_writer", "alone", "outcome", "packed", "tried", "waiting")
 
-    def __init__(self, packed: Packed, writer: Writer, handoff: Handoff | None, wake: Callable[[], None]) -> None:
-        self.packed, self.handoff, self.wake = packed, handoff, wake
+    def __init__(self, packed: Packed, writer: Writer, waiting: Wakeup | None) -> None:
+        self.packed, self.waiting = packed, waiting
         self.outcome: Outcome | None = None
         self.tried = False
         self.alone = 0
@@ -114,11 +113,9 @@ class Writer:
             self._thread.join()
             self._thread = None
 
-    def submit(
-        self, packed: Packed, handoff: Handoff | None = None, wake: Callable[[], None] = lambda: None
-    ) -> Pending:
+    def submit(self, packed: Packed, waiting: Wakeup | None = None) -> Pending:
         """Queue a command; a full or closed queue answers at once."""
-        pending = Pending(packed, self, handoff, wake)
+        pending = Pending(packed, self, waiting)
         with self._changed:
             closed = self._closing is not None or self._thread is None
             if closed or len(self._queue) >= self._queue_limit:
@@ -267,8 +264,8 @@ class Writer:
         wakes: dict[Handoff, list[Callable[[], None]]] = {}
         for pending, outcome in zip(batch, outcomes, strict=True):
             pending.answer(outcome)
-            if pending.handoff is not None:
-                wakes.setdefault(pending.handoff, []).append(pending.wake)
+            if pending.waiting is not None:
+                wakes.setdefault(pending.waiting.handoff, []).append(pending.waiting.wake)
         for handoff, calls in wakes.items():
             with suppress(RuntimeError):  # the event loop of those callers is gone
                 handoff(partial(_call_all, calls))
