@@ -148,8 +148,12 @@ class Takeover:
         """Look for abandoned and for forgotten work for ever."""
         while True:
             await self._clock.sleep(self._watch.look_again_s)
-            try:
-                if self._lease.valid():
-                    await self.adopt(await self._finder.unfinished())
-            except (HostError, NotStored, AppendUnknown, Conflict, Fenced) as error:
-                log.warning("takeover.round_failed", extra={"fault": type(error).__name__})
+            await self.round()
+
+    async def round(self) -> None:
+        """Look once. What fails now is found again in the next round."""
+        try:
+            if self._lease.valid():
+                await self.adopt(await self._finder.unfinished())
+        except (HostError, NotStored, AppendUnknown, Conflict, Fenced) as error:
+            log.warning("takeover.round_failed", extra={"fault": type(error).__name__})
