@@ -205,12 +205,16 @@ class Observer:
                 await self._load_until(watched)
 
     async def _close_ghost(self, watched: Watched, bell: Bell) -> None:
-        """The end is known by status: a stream that still gives nothing after a grace time will not give an end."""
+        """The end is known by status: a stream that gives nothing for a grace time after that will not give an end."""
+        give_up = self._clock.monotonic() + AFTER_END_S
         before = watched.stream.last_seq
-        await self._pause(watched, bell, AFTER_END_S)
-        if watched.live is not None and watched.stream.last_seq == before:
-            watched.live.cancel()
-            await self._clock.sleep(0)
+        while watched.live is not None and watched.stream.last_seq == before:
+            left = give_up - self._clock.monotonic()
+            if left <= 0:
+                watched.live.cancel()
+                return await self._clock.sleep(0)
+            await self._pause(watched, bell, left)
+        return None
 
     # ---- storing -----------------------------------------------------------------------------------------------------
 
