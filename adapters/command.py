@@ -19,7 +19,7 @@ from domain.values import Fence
 
 FENCE_PREFIX = "-/fence/"
 NAME_BYTES = 255
-EVENT_BYTES = 1024 * 1024
+EVENT_BYTES = 24 * 1024 * 1024
 LAST_VERSION = 2**63 - 1
 EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)

@@ -59,7 +59,7 @@ class Journal:
         schema: str = "public",
         queue_limit: int = 10_000,
         batch_events: int = 1024,
-        batch_bytes: int = 4 * 2**20,
+        batch_bytes: int = 32 * 2**20,
         try_timeout_s: float = 10.0,
         reading_connections: int = 4,
         on_state: Callable[[str], None] | None = None,
