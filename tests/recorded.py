@@ -8,7 +8,6 @@ from typing import Any
 from adapters.store import Unreadable
 from domain.approval import TenantPolicy
 from domain.approval import request as request_approval
-from domain.attempt import orphaned
 from domain.errors import IntegrityFault
 from domain.events import (
     ActionAccepted,
@@ -39,8 +38,6 @@ AT = datetime(2026, 11, 30, 12, tzinfo=UTC)
 OWNER = Fence("host-1", 1)
 TARGET = Target(endpoint_id="alpha", origin="http://127.0.0.1:9", features=Features(version="0.19"))
 POLICY = TenantPolicy(id="acme")
-
-__all__ = ["AT", "OWNER", "TARGET", "Log", "at", "orphaned"]
 
 
 def at(seconds: float) -> datetime:
@@ -303,3 +300,32 @@ class Log:
                 settles=((first + count, f"responded:once:{answered}"),) if answered else (),
             ),
         )
+
+
+def busy(log: Log, count: int) -> None:
+    """Actions in every state, and runs with asks, ends and doubts."""
+    for number in range(count):
+        name = f"act_{number}"
+        match number % 6:
+            case 0:
+                log.start(name, f"run_{number}", sent_session=f"s{number % 2}")
+                log.listen(f"run_{number}")
+                log.hear(f"run_{number}", 1, (("approval.request", 1), ("tool.started", 2)), asks=1)
+            case 1:
+                log.accept(name)
+                log.claim(name)
+                log.lose(name)
+            case 2:
+                log.accept(name, Operation.RUN_STOP, run_id=f"run_{number - 2}", principal="bob")
+                log.ask_person(name, Operation.RUN_STOP)
+            case 3:
+                log.accept(name)
+                log.claim(name)
+                log.refuse(name)
+                log.settle(name, "failed", "connector.hermes_agent.remote_rejected")
+            case 4:
+                log.accept(name, Operation.RUN_STATUS, run_id=f"run_{number - 4}")
+                log.see(f"run_{number - 4}", "running", session_id="other")
+            case 5:
+                log.end(f"run_{number - 5}", "completed", ("no_usage",) if number % 12 == 5 else ())
+                log.accept(name)

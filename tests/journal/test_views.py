@@ -7,26 +7,20 @@ from typing import Any
 
 import anyio
 import msgspec
-import psycopg
 import pytest
 
 from adapters.clock import SystemClock
 from adapters.migrate import migrate
-from adapters.store import JournalStore
-from adapters.vault import MemoryKeys, Vault
 from adapters.view_postgres import PostgresTables
 from adapters.view_tables import Filters, MemoryTables, Tables
-from adapters.views import Views, decode_row, make_cursor
+from adapters.views import Views, make_cursor
 from domain.errors import HostError
-from domain.events import Change, Command
-from domain.values import Operation, Plain, PrivateScope
 from projections import Facets, Projection, Row, folded
 from projections.actions import ACTIONS, ActionRow, action_key
 from projections.recovery import needs_after, needs_person
 from projections.runs import RUNS, run_key
-from tests.golden.event_samples import MASTER
 from tests.pg import dsn, postgres_server
-from tests.recorded import Log, at
+from tests.recorded import Log, at, busy
 
 __all__ = ["dsn", "postgres_server"]
 pytestmark = pytest.mark.anyio
@@ -53,35 +47,6 @@ def log() -> Log:
 
 def views_of(tables: Tables, log: Any, **more: Any) -> Views:
     return Views(tables, log, SystemClock(), **more)
-
-
-def busy(log: Log, count: int) -> None:
-    """Actions in every state, and runs with asks, ends and doubts."""
-    for number in range(count):
-        name = f"act_{number}"
-        match number % 6:
-            case 0:
-                log.start(name, f"run_{number}", sent_session=f"s{number % 2}")
-                log.listen(f"run_{number}")
-                log.hear(f"run_{number}", 1, (("approval.request", 1), ("tool.started", 2)), asks=1)
-            case 1:
-                log.accept(name)
-                log.claim(name)
-                log.lose(name)
-            case 2:
-                log.accept(name, Operation.RUN_STOP, run_id=f"run_{number - 2}", principal="bob")
-                log.ask_person(name, Operation.RUN_STOP)
-            case 3:
-                log.accept(name)
-                log.claim(name)
-                log.refuse(name)
-                log.settle(name, "failed", "connector.hermes_agent.remote_rejected")
-            case 4:
-                log.accept(name, Operation.RUN_STATUS, run_id=f"run_{number - 4}")
-                log.see(f"run_{number - 4}", "running", session_id="other")
-            case 5:
-                log.end(f"run_{number - 5}", "completed", ("no_usage",) if number % 12 == 5 else ())
-                log.accept(name)
 
 
 async def stored(views: Views, projection: Projection[Any], filters: Filters = ACME) -> dict[str, Row]:
@@ -418,110 +383,6 @@ async def test_a_follower_whose_journal_is_away_shows_it_and_goes_on_by_itself(t
         assert views.lag().failing == ""
         assert (views.lag().read_age_s or 0) < 5
         group.cancel_scope.cancel()
-
-
-# ---- on PostgreSQL alone ----
-
-
-async def test_the_drill_finds_a_damaged_a_deleted_and_an_added_row_and_a_rebuild_repairs_them(
-    dsn: str, log: Log
-) -> None:
-    migrate(dsn)
-    tables = PostgresTables(dsn)
-    busy(log, 24)
-    views = views_of(tables, log)
-    await views.catch_up()
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("update view_rows set state = 'completed' where view = 'actions' and key = 'acme/act_1'")
-        connection.execute("delete from view_rows where view = 'actions' and key = 'acme/act_3'")
-        connection.execute(
-            "insert into view_rows select view, generation, 'acme/act_more', 7, listed, tenant, state, principal,"
-            " capability_id, endpoint_id, session, run_id, approval_id, approval, reason, person, at, doc"
-            " from view_rows where view = 'actions' and key = 'acme/act_1'"
-        )
-        connection.execute("update view_counts set n = n + 1 where view = 'actions' and state = 'unknown'")
-    log.accept("act_traffic")
-    await views.catch_up()
-    found = await views.compare("actions")
-    assert {(one.key, one.kind) for one in found if one.kind != "count"} == {
-        ("acme/act_1", "changed"),
-        ("acme/act_3", "missing"),
-        ("acme/act_more", "extra"),
-    }
-    assert [one for one in found if one.kind == "count"]
-    assert all(one.journal_position for one in found if one.kind in ("changed", "missing"))
-    assert await views.compare("actions") == found, "the drill changes nothing"
-    await views.rebuild("actions")
-    assert await views.compare("actions") == []
-    await tables.close()
-
-
-@pytest.mark.proves("A032")
-async def test_no_plain_private_text_is_in_any_table_of_the_views(dsn: str) -> None:
-    from adapters.memory_journal import MemoryJournal
-
-    migrate(dsn)
-    clock = SystemClock()
-    journal = MemoryJournal(clock=clock, now=clock.now)
-    store = JournalStore(journal, Vault(MASTER, MemoryKeys(), clock.entropy), clock.new_id)
-    log, canary = Log(), b'"canary-93c1f0aa"'
-    busy(log, 12)
-    for recorded in log.recorded():
-        event = recorded.event
-        private = {
-            name: Plain(content=canary)
-            for name in ("input", "answer", "output", "result", "frames", "session_key")
-            if getattr(event, name, None) is not None
-        }
-        change = Change(
-            history=recorded.history,
-            expected=recorded.version - 1,
-            events=(msgspec.structs.replace(event, **private),),
-            scope=PrivateScope(tenant="acme", principal="alice"),
-        )
-        await store.append(Command(changes=(change,)))
-    tables = PostgresTables(dsn)
-    views = views_of(tables, store)
-    await views.catch_up()
-    assert await views.compare("runs") == []
-    with psycopg.connect(dsn) as connection:
-        for table in ("view_rows", "view_counts", "view_places", "view_faults"):
-            for (text,) in connection.execute(f"select t::text from {table} t"):
-                assert "canary-93c1f0aa" not in text
-                assert canary.hex() not in text
-        docs = [doc for (doc,) in connection.execute("select doc from view_rows where view = 'actions'")]
-    assert docs
-    assert all(b"canary" not in doc and b'"box"' in doc for doc in docs)
-    assert all(decode_row(ACTIONS, doc).action.accepted is not None for doc in docs)
-    await tables.close()
-
-
-async def test_lists_of_one_tenant_use_an_index_and_their_size_comes_from_the_counts(dsn: str, log: Log) -> None:
-    migrate(dsn)
-    for number in range(1500):
-        log.accept(f"act_{number}")
-        log.settle(f"act_{number}", "cancelled", "action.cancelled")
-    tables = PostgresTables(dsn)
-    await views_of(tables, log).catch_up()
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("analyze view_rows")
-        plan = connection.execute(
-            "explain select position, doc from view_rows where listed and view = 'actions' and generation = 1"
-            " and tenant = 'acme' and state = 'cancelled' order by position desc limit 51"
-        ).fetchall()
-        counts = connection.execute("select count(*) from view_counts where view = 'actions' and n <> 0").fetchone()
-    assert "Index Scan" in plan[1][0]
-    assert "view_rows_state_idx" in plan[1][0] or "view_rows_position_idx" in plan[1][0]
-    assert counts == (1,)
-    await tables.close()
-
-
-async def test_views_that_cannot_be_reached_say_so(log: Log) -> None:
-    tables = PostgresTables("host=127.0.0.1 port=1 dbname=none connect_timeout=1")
-    with pytest.raises(HostError) as caught:
-        await views_of(tables, log).get(ACTIONS, "acme/act_1")
-    assert caught.value.code == "storage.unavailable"
-    await tables.close()
 
 
 def test_a_cursor_says_nothing_readable_about_another_tenant() -> None:
