@@ -15,18 +15,21 @@ import msgspec
 
 from adapters.driver import Driver
 from adapters.notices import Notices
+from adapters.submission import Admitted, Cancelled, Draft, Submission, asked, asked_session, key_of, own_session
 from domain import action as actions
 from domain import approval as approvals
 from domain import binding, idempotency
 from domain.action import Action, State
 from domain.approval import TenantPolicy
-from domain.contracts import CONTRACTS, Contract, parse_capability
-from domain.errors import CallerError, NotNow
+from domain.contracts import CONTRACTS, parse_capability
+from domain.errors import CallerError, HostError, NotNow
 from domain.events import (
     ActionAccepted,
     Change,
     Command,
     Event,
+    KeyReserved,
+    Recorded,
     RequestRefused,
     action_history,
     key_history,
@@ -37,44 +40,8 @@ from domain.ports import AppendUnknown, Clock, Conflict, Fenced, Lease, NotStore
 from domain.requests import check_run_input, check_start_input
 from domain.values import ID_PATTERN, Actor, Mode, Operation, Plain, PrivateScope, after
 
-LONGEST_TIMEOUT_MS = 86_400_000
 MAX_WAIT_S = 330.0
 APPEND_TRIES = 20
-
-
-class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a caller may say (AIP 3.1, action). Who the caller is never comes from here."""
-
-    capability_id: str
-    input: dict[str, Any]
-    mode: Mode = Mode.SYNC
-    id: str | None = None
-    idempotency_key: str | None = None
-    timeout_ms: int | None = None
-    callback: dict[str, Any] | None = None
-    memory_context: Any = None
-    metadata: Any = None
-    trace_id: str = ""
-    correlation_id: str = ""
-    session_id: str = ""
-    reason: str = ""
-    retry_of: str = ""
-
-
-class Admitted(msgspec.Struct, frozen=True, kw_only=True):
-    """The Action that answers a submission; ``replay`` if it was there already."""
-
-    action: Action
-    history: str
-    replay: bool
-
-
-class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cancel did: cancelled_without_effect, wish_stored, stop_requested or nothing_to_do."""
-
-    action: Action
-    what: str
-    stop_action_id: str = ""
 
 
 class EndpointPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,10 +94,10 @@ class Intake:
         if target.tenant_binding and target.tenant_binding != actor.tenant:
             raise CallerError("connector.hermes_agent.tenant_mismatch")
         contract = CONTRACTS[operation]
-        key = idempotency.check_key(_key_of(submission), required=contract.key_required)
-        draft = _Draft(actor, submission, contract, endpoint_id, key)
+        key = idempotency.check_key(key_of(submission), required=contract.key_required)
+        draft = Draft(actor, submission, contract, endpoint_id, key)
         draft.fingerprint = self._vault.digest(
-            idempotency.fingerprint_text(submission.capability_id, _asked(submission, operation))
+            idempotency.fingerprint_text(submission.capability_id, asked(submission, operation))
         )
         if key:
             scope = idempotency.scope_text(actor.tenant, submission.capability_id, key)
@@ -141,55 +108,79 @@ class Intake:
                 return existing
         return await self._admit(draft)
 
-    async def _admit(self, draft: _Draft) -> Admitted:
+    async def _admit(self, draft: Draft) -> Admitted:
+        """Append first: a key that is taken shows as a conflict, and only then is its holder read.
+
+        What would refuse a new request (policy, capacity, drain) never refuses a repeat: then the holder is read first.
+        """
+        reserved, look = 0, False
         for _ in range(APPEND_TRIES):
-            reserved = 0
-            if draft.key_history:
+            events, scope, refusal = await self._accept_or_refuse(draft)
+            if draft.key_history and (look or refusal is not None):
                 found = await self._holder(draft)
                 if isinstance(found, Admitted):
                     return found
                 reserved = found
-            self._check_gates(draft)
-            events, scope = await self._accept(draft)
+            if refusal is not None:
+                raise refusal
             history = action_history(draft.actor.tenant, draft.action_id)
             changes = [Change(history=history, expected=0, events=events, scope=scope)]
             if draft.key_history:
-                reservation = idempotency.reserve(
-                    action_id=draft.action_id,
-                    capability_id=draft.submission.capability_id,
-                    principal=draft.actor.id,
-                    fingerprint=draft.fingerprint,
-                    at=self._clock.now(),
-                )
-                changes.append(Change(history=draft.key_history, expected=reserved, events=(reservation,)))
+                changes.append(Change(history=draft.key_history, expected=reserved, events=(self._reservation(draft),)))
             try:
-                stored = await self._store.append(
-                    Command(changes=tuple(changes), fence=self._lease.fence, cause=f"submit by {draft.actor.id}")
-                )
+                stored = await self._append(Command(changes=tuple(changes), fence=self._lease.fence, cause="submit"))
             except Conflict:
-                if draft.submission.id is not None and not draft.key_history:
-                    existing = await self._same_action(draft)
-                    if existing is not None:
-                        return existing
-                if draft.submission.id is not None and await self._store.load(history):
-                    holder = (
-                        idempotency.holder(await self._store.load(draft.key_history)) if draft.key_history else None
-                    )
-                    if holder is None or holder.action_id != draft.action_id:
-                        raise CallerError("action.id_conflict") from None
+                look = True
+                existing = await self._taken_id(draft)
+                if existing is not None:
+                    return existing
                 continue
-            except (NotStored, TooLate) as error:
-                raise NotNow("storage.unavailable", retry_after_ms=1_000) from error
-            except Fenced as error:
-                raise NotNow("lease.fenced", retry_after_ms=1_000) from error
-            except AppendUnknown as error:
-                raise NotNow("storage.unknown", retry_after_ms=1_000) from error
             action = actions.replay(item for item in stored if item.history == history)
             self._driver.take(draft.actor.tenant, draft.action_id, action)
             return Admitted(action=action, history=history, replay=False)
         raise NotNow("storage.unavailable", retry_after_ms=1_000)
 
-    async def _holder(self, draft: _Draft) -> Admitted | int:
+    async def _append(self, command: Command) -> tuple[Recorded, ...]:
+        """Append, with what can go wrong as the refusal that callers get; Conflict and TooLate are the caller's."""
+        try:
+            return await self._store.append(command)
+        except NotStored as error:
+            raise NotNow("storage.unavailable", retry_after_ms=1_000) from error
+        except Fenced as error:
+            raise NotNow("lease.fenced", retry_after_ms=1_000) from error
+        except AppendUnknown as error:
+            raise NotNow("storage.unknown", retry_after_ms=1_000) from error
+
+    def _reservation(self, draft: Draft) -> KeyReserved:
+        return idempotency.reserve(
+            action_id=draft.action_id,
+            capability_id=draft.submission.capability_id,
+            principal=draft.actor.id,
+            fingerprint=draft.fingerprint,
+            at=self._clock.now(),
+        )
+
+    async def _accept_or_refuse(self, draft: Draft) -> tuple[tuple[Event, ...], PrivateScope, HostError | None]:
+        try:
+            self._check_gates(draft)
+            events, scope = await self._accept(draft)
+        except HostError as refusal:
+            return (), PrivateScope(tenant=draft.actor.tenant, principal=draft.actor.id), refusal
+        return events, scope, None
+
+    async def _taken_id(self, draft: Draft) -> Admitted | None:
+        """After a conflict: the Action that has the caller's own id, or a refusal if it is another request's."""
+        if draft.submission.id is None:
+            return None
+        if not draft.key_history:
+            return await self._same_action(draft)
+        holder = idempotency.holder(await self._store.load(draft.key_history))
+        taken = await self._store.load(action_history(draft.actor.tenant, draft.submission.id))
+        if taken and (holder is None or holder.action_id != draft.submission.id):
+            raise CallerError("action.id_conflict")
+        return None
+
+    async def _holder(self, draft: Draft) -> Admitted | int:
         """The original that a key names, or the version at which the key is free to be reserved."""
         found = await self._store.load(draft.key_history)
         reserved = idempotency.holder(found)
@@ -210,7 +201,7 @@ class Intake:
         except AppendUnknown as error:
             raise NotNow("storage.unknown", retry_after_ms=1_000) from error
 
-    async def _same_action(self, draft: _Draft) -> Admitted | None:
+    async def _same_action(self, draft: Draft) -> Admitted | None:
         """The Action that has the caller's own id already, if it was the same request by the same principal."""
         history = action_history(draft.actor.tenant, draft.submission.id or "")
         found = await self._store.load(history)
@@ -221,7 +212,7 @@ class Intake:
             raise CallerError("action.id_conflict")
         return Admitted(action=action, history=history, replay=True)
 
-    def _check_gates(self, draft: _Draft) -> None:
+    def _check_gates(self, draft: Draft) -> None:
         gates = self._gates
         if gates.draining or not self._lease.valid() or not gates.connector_ready or not gates.storage_ready:
             reason = "draining" if gates.draining else "not_ready"
@@ -229,7 +220,7 @@ class Intake:
         if draft.submission.mode is Mode.SYNC and self._driver.full:
             raise NotNow("connector_host.capacity", retry_after_ms=100)
 
-    async def _accept(self, draft: _Draft) -> tuple[tuple[Event, ...], PrivateScope]:
+    async def _accept(self, draft: Draft) -> tuple[tuple[Event, ...], PrivateScope]:
         """The events of acceptance: the Action, and the approval request where the contract wants one."""
         submission, contract, actor = draft.submission, draft.contract, draft.actor
         draft.action_id = draft.action_id or submission.id or self._clock.new_id("act_")
@@ -279,11 +270,11 @@ class Intake:
             )
         return events, PrivateScope(tenant=actor.tenant, principal=actor.id)
 
-    async def _start_facts(self, draft: _Draft) -> dict[str, Any]:
-        start = check_start_input(draft.submission.input, default_session_id=_own_session(draft.action_id))
+    async def _start_facts(self, draft: Draft) -> dict[str, Any]:
+        start = check_start_input(draft.submission.input, default_session_id=own_session(draft.action_id))
         return {
             "request_digest": self._vault.digest(start.content),
-            "requested_session": _asked_session(draft.submission.input),
+            "requested_session": asked_session(draft.submission.input),
             "sent_session": start.requested_session or "",
             "history_kind": start.history,
             "session_key": Plain(content=start.session_key.encode()) if start.session_key else None,
@@ -291,11 +282,11 @@ class Intake:
             "notices": self._notices_of(draft),
         }
 
-    def _notices_of(self, draft: _Draft) -> tuple[str, ...]:
+    def _notices_of(self, draft: Draft) -> tuple[str, ...]:
         manual = self._endpoint_policies[draft.endpoint_id].approvals_manual
         return () if manual else ("endpoint_approvals_not_asserted_manual",)
 
-    async def _run_facts(self, draft: _Draft) -> dict[str, Any]:
+    async def _run_facts(self, draft: Draft) -> dict[str, Any]:
         operation, actor = draft.contract.operation, draft.actor
         given = check_run_input(operation, draft.submission.input)
         run = binding.replay(
@@ -402,19 +393,13 @@ class Intake:
             approval = action.approval
             not_after = approval.usable_until if approval and action.state is State.AWAITING else None
             try:
-                stored = await self._store.append(
+                stored = await self._append(
                     Command(changes=(change,), fence=self._lease.fence, not_after=not_after, cause=f"by {actor.id}")
                 )
             except Conflict:
                 continue
             except TooLate as error:
                 raise CallerError("policy.approval_expired") from error
-            except NotStored as error:
-                raise NotNow("storage.unavailable", retry_after_ms=1_000) from error
-            except Fenced as error:
-                raise NotNow("lease.fenced", retry_after_ms=1_000) from error
-            except AppendUnknown as error:
-                raise NotNow("storage.unknown", retry_after_ms=1_000) from error
             for recorded in stored:
                 action = actions.evolve(action, recorded.event, recorded.version)
             self._notices.tell(history)
@@ -430,60 +415,7 @@ class Intake:
             found = await self._store.load(history)
             change = Change(history=history, expected=found[-1].version if found else 0, events=(event,))
             try:
-                await self._store.append(Command(changes=(change,), cause="refusal"))
+                await self._append(Command(changes=(change,), cause="refusal"))
             except Conflict:
                 continue
-            except (NotStored, AppendUnknown) as error:
-                raise NotNow("storage.unavailable", retry_after_ms=1_000) from error
             return
-
-
-class _Draft:
-    """A submission on its way to being admitted."""
-
-    def __init__(self, actor: Actor, submission: Submission, contract: Contract, endpoint_id: str, key: str) -> None:
-        if submission.mode not in contract.modes:
-            raise CallerError("execution.mode_unsupported", details={"modes": [mode.value for mode in contract.modes]})
-        if submission.callback is not None:
-            raise CallerError("callback.unsupported")
-        if submission.id is not None and not ID_PATTERN.match(submission.id):
-            raise CallerError("request.invalid", "An Action id is 1 to 128 letters, digits, '_' or '-'.")
-        if submission.timeout_ms is not None and not 1 <= submission.timeout_ms <= LONGEST_TIMEOUT_MS:
-            raise CallerError("request.invalid", "timeout_ms is 1 to 86400000.", details={"field": "timeout_ms"})
-        for name in ("trace_id", "correlation_id", "session_id", "retry_of"):
-            value = getattr(submission, name)
-            if value and not ID_PATTERN.match(value):
-                raise CallerError("request.invalid", details={"field": name})
-        if len(submission.reason) > 2_000:
-            raise CallerError("request.invalid", details={"field": "reason"})
-        if contract.operation is Operation.RUN_START:
-            check_start_input(submission.input)
-        else:
-            check_run_input(contract.operation, submission.input)
-        self.actor, self.submission, self.contract = actor, submission, contract
-        self.endpoint_id, self.key = endpoint_id, key
-        self.fingerprint = ""
-        self.key_history = ""
-        self.action_id = ""
-
-
-def _key_of(submission: Submission) -> str | None:
-    given = submission.input.get("idempotency_key")
-    return submission.idempotency_key if submission.idempotency_key is not None or not isinstance(given, str) else given
-
-
-def _asked(submission: Submission, operation: Operation) -> dict[str, Any]:
-    """The part of a request that a repeat must equal: its input without the key itself."""
-    asked = {name: value for name, value in submission.input.items() if name != "idempotency_key"}
-    return {"operation": operation.value, "input": asked}
-
-
-def _own_session(action_id: str) -> str:
-    """Every run gets a conversation of its own, so that its traces at the provider are its own."""
-    return f"aip-{action_id}"
-
-
-def _asked_session(given: dict[str, Any]) -> str:
-    body = given.get("body") if isinstance(given.get("body"), dict) else given
-    session = body.get("session_id") if isinstance(body, dict) else None
-    return session[:512] if isinstance(session, str) else ""
