@@ -183,7 +183,8 @@ def parse_capability(value: str) -> tuple[str, Operation]:
     if (
         head != "cap:hermes_agent"
         or word not in {operation.value for operation in Operation}
-        or normal_endpoint_id(endpoint_id) != endpoint_id
+        or not ID_PATTERN.match(endpoint_id)
+        or endpoint_id != endpoint_id.lower()
     ):
         raise CallerError("capability.unsupported")
     return endpoint_id, Operation(word)

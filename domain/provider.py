@@ -290,6 +290,8 @@ def judge_approval(exchange: Exchange, run_id: str) -> Judgement:
     failed = _judge_failure(exchange)
     if failed:
         return failed
+    if exchange.status != 200:
+        return _unusable(exchange, f"http_{exchange.status}")
     body = parse_object(exchange.body)
     if body is None:
         return _unusable(exchange, "not_json")
@@ -309,6 +311,8 @@ def judge_stop(exchange: Exchange, run_id: str) -> Judgement:
     failed = _judge_failure(exchange)
     if failed:
         return failed
+    if exchange.status != 200:
+        return _unusable(exchange, f"http_{exchange.status}")
     body = parse_object(exchange.body)
     if body is None:
         return _unusable(exchange, "not_json")
@@ -384,12 +388,15 @@ def read_status(exchange: Exchange, run_id: str) -> StatusReading:
         error = provider_error(exchange.body)
         provider_code = error[0] if error else ""
         missing = status == 404 and provider_code == "run_not_found"
-        code = PREFIX + "remote_temporary" if status == 429 else _status_code(status, provider_code)
+        busy = status == 429 or status >= 500
+        code = PREFIX + "remote_temporary" if busy else _status_code(status, provider_code)
         return StatusReading(problem=code, cause=f"http_{status}", missing=missing, http_status=status)
     body = parse_object(exchange.body)
     state = body.get("status") if body else None
     if body is None or not isinstance(state, str) or not state:
         return StatusReading(problem=PREFIX + "invalid_response", cause="not_a_status", http_status=200)
+    if body.get("object") != "hermes.run":
+        return StatusReading(problem=PREFIX + "invalid_response", cause="other_object", http_status=200)
     if body.get("run_id") != run_id:
         return StatusReading(problem=PREFIX + "invalid_response", cause="other_run_id", http_status=200)
     updated = body.get("updated_at")
