@@ -30,11 +30,12 @@ _Result = TypeVar("_Result")
 
 ROW_COLUMNS = ("tenant", *COUNTED, *NARROW)
 PUT_ROWS = f"""
-insert into view_rows (view, generation, key, position, listed, {", ".join(ROW_COLUMNS)}, at, doc)
+insert into view_rows (view, generation, key, position, listed, {", ".join(ROW_COLUMNS)}, needed, at, doc)
 select %s, %s, * from unnest(%s::text[], %s::bigint[], %s::boolean[], {", ".join(["%s::text[]"] * len(ROW_COLUMNS))},
-    %s::timestamptz[], %s::bytea[])
+    %s::boolean[], %s::timestamptz[], %s::bytea[])
 on conflict (view, generation, key) do update set position = excluded.position, listed = excluded.listed,
-    {", ".join(f"{name} = excluded.{name}" for name in ROW_COLUMNS)}, at = excluded.at, doc = excluded.doc
+    {", ".join(f"{name} = excluded.{name}" for name in ROW_COLUMNS)}, needed = excluded.needed,
+    at = excluded.at, doc = excluded.doc
 """
 PUT_COUNTS = f"""
 insert into view_counts (view, generation, tenant, {", ".join(COUNTED)}, n)
@@ -43,7 +44,7 @@ on conflict (view, generation, tenant, state, principal, capability_id, endpoint
     do update set n = view_counts.n + excluded.n
 """
 LIVE = "select view, generation, version, position, read_at from view_places where live"
-SAME_ROWS = " and ".join(f"a.{name} = b.{name}" for name in ("position", "listed", *ROW_COLUMNS, "doc"))
+SAME_ROWS = " and ".join(f"a.{name} = b.{name}" for name in ("position", "listed", *ROW_COLUMNS, "needed", "doc"))
 DIFFERENT_ROWS = f"""
 select coalesce(a.key, b.key), a.position, b.position
 from (select * from view_rows where view = %(view)s and generation = %(stored)s) a
@@ -203,7 +204,7 @@ class PostgresTables:
             return (_place(row[:5]), row[5]) if row else None
 
     def page(
-        self, view: str, filters: Filters, after: int | None, descending: bool, limit: int
+        self, view: str, filters: Filters, after: int | None, descending: bool, limit: int, sized: bool = True
     ) -> tuple[Place, list[tuple[int, bytes]], int] | None:
         """As `Tables.page`."""
         with self._work(psycopg.IsolationLevel.REPEATABLE_READ) as connection:
@@ -223,6 +224,8 @@ class PostgresTables:
                 {**given, "after": after, "limit": limit},
                 binary=True,
             ).fetchall()
+            if not sized:
+                return place, rows, 0
             count = (
                 sql.SQL("select coalesce(sum(n), 0)::bigint from view_counts where {}")
                 if filters.counted
@@ -300,6 +303,8 @@ def _where(place: Place, filters: Filters) -> tuple[sql.Composed, dict[str, Any]
         if name in NARROW:
             parts.append(sql.SQL("{} <> ''").format(sql.Identifier(name)))
     parts += [sql.SQL("{} <> ''").format(sql.Identifier(name)) for name in filters.present]
+    if filters.needed:
+        parts.append(sql.SQL("needed"))
     if filters.since is not None:
         parts.append(sql.SQL("at >= %(since)s"))
         given["since"] = filters.since
@@ -321,6 +326,7 @@ def _put(connection: psycopg.Connection, batch: Batch) -> None:
                 [entry.position for entry in batch.entries],
                 [entry.facets is not None for entry in batch.entries],
                 *([getattr(item, column) for item in facets] for column in ROW_COLUMNS),
+                [item.needed for item in facets],
                 [item.at for item in facets],
                 [entry.doc for entry in batch.entries],
             ),

@@ -25,7 +25,8 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
     """What a list shows: rows of one tenant whose facets equal every text that is given here.
 
     ``unfinished``, ``waiting`` and ``with_approval`` ask for any reason, any wait for a person, any approval;
-    ``since`` (inclusive) and ``until`` (exclusive) bound the time at which the work was accepted.
+    ``needed`` for rows that ever waited for a person. ``since`` (inclusive) and ``until`` (exclusive) bound the time at
+    which the work was accepted.
     """
 
     tenant: str
@@ -42,6 +43,7 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
     unfinished: bool = False
     waiting: bool = False
     with_approval: bool = False
+    needed: bool = False
     since: datetime | None = None
     until: datetime | None = None
 
@@ -59,7 +61,7 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def counted(self) -> bool:
         """True if the counts answer how many rows there are."""
-        return not (set(self.equal) & set(NARROW)) and self.since is None and self.until is None
+        return not (set(self.equal) & set(NARROW)) and not self.needed and self.since is None and self.until is None
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,9 +155,9 @@ class Tables(Protocol):
         """A row of the live generation."""
 
     def page(
-        self, view: str, filters: Filters, after: int | None, descending: bool, limit: int
+        self, view: str, filters: Filters, after: int | None, descending: bool, limit: int, sized: bool = True
     ) -> tuple[Place, list[tuple[int, bytes]], int] | None:
-        """(place, rows by position, how many match in all) at one moment."""
+        """(place, rows by position, how many match in all) at one moment; 0 for the last unless it is ``sized``."""
 
     def tally(self, view: str, filters: Filters, facet: str) -> dict[str, int]:
         """How many rows match by the value of one counted facet."""
@@ -250,7 +252,7 @@ class MemoryTables:
         return (place, self.docs(place, [key]).get(key)) if place else None
 
     def page(
-        self, view: str, filters: Filters, after: int | None, descending: bool, limit: int
+        self, view: str, filters: Filters, after: int | None, descending: bool, limit: int, sized: bool = True
     ) -> tuple[Place, list[tuple[int, bytes]], int] | None:
         """As `Tables.page`."""
         place = self.places().get(view)
@@ -262,7 +264,7 @@ class MemoryTables:
             for entry in rows
             if after is None or (entry.position < after if descending else entry.position > after)
         ]
-        return place, rest[:limit], len(rows)
+        return place, rest[:limit], len(rows) if sized else 0
 
     def tally(self, view: str, filters: Filters, facet: str) -> dict[str, int]:
         """As `Tables.tally`."""
@@ -298,6 +300,7 @@ class MemoryTables:
                 and facets.tenant == filters.tenant
                 and all(getattr(facets, name) == value for name, value in filters.equal.items())
                 and all(getattr(facets, name) for name in filters.present)
+                and (facets.needed or not filters.needed)
                 and (filters.since is None or (facets.at is not None and facets.at >= filters.since))
                 and (filters.until is None or (facets.at is not None and facets.at < filters.until))
             ):

@@ -24,6 +24,7 @@ from domain.events import Recorded
 from domain.values import canonical, sha256
 from projections import Projection, Row
 from projections.actions import ACTIONS
+from projections.recovery import needs_after
 from projections.runs import RUNS
 
 BATCH = 500
@@ -323,11 +324,27 @@ class Views:
         self, projection: Projection[RowT], filters: Filters, after: int, limit: int = 100
     ) -> tuple[RowT, ...]:
         """Rows that changed after a position, by position: what a feed reads next."""
-        found = await self._tables.call(self._tables.page, projection.name, filters, after, False, limit)
+        found = await self._tables.call(self._tables.page, projection.name, filters, after, False, limit, False)
         if found is None:
             return ()
         self._check(found[0])
         return tuple(decode_row(projection, doc) for _, doc in found[1])
+
+    async def needs_after(self, filters: Filters, after: int) -> tuple[tuple[dict[str, Any], ...], int]:
+        """The needs-a-person feed: (transitions after a position in commit order, the position to go on from).
+
+        The entries are those of `projections.recovery.told_need`; a repeated call tells the same ids.
+        """
+        until = min([await self.position(projection) for projection in self._projections.values()])
+        wanted = msgspec.structs.replace(filters, needed=True)
+        found: dict[str, dict[str, Any]] = {}
+        for projection in self._projections.values():
+            place = after
+            while rows := await self.changes(projection, wanted, place, BATCH):
+                found |= {entry["id"]: entry for entry in needs_after(rows, after) if entry["position"] <= until}
+                place = rows[-1].position
+        ordered = sorted(found.values(), key=lambda entry: (entry["position"], entry["id"]))
+        return tuple(ordered), max(after, until)
 
     async def tally(self, projection: Projection[Any], filters: Filters, facet: str) -> dict[str, int]:
         """How many rows match, by the value of ``state``, ``reason``, ``person`` or another counted facet."""

@@ -227,6 +227,7 @@ def facets(row: RunRow) -> Facets | None:
         run_id=tie.run_id,
         reason=row.reason,
         person=row.open_needs[0].reason if row.open_needs else "",
+        needed=bool(row.needs),
         at=tie.started_at,
     )
 

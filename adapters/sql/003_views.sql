@@ -33,6 +33,7 @@ create table view_rows (
     approval text not null,
     reason text not null,
     person text not null,
+    needed boolean not null,
     at timestamptz,
     doc bytea not null,
     primary key (view, generation, key)
@@ -49,6 +50,7 @@ create index view_rows_approval_idx on view_rows (view, generation, tenant, appr
 create index view_rows_approvals_idx on view_rows (view, generation, tenant, position) where listed and approval <> '';
 create index view_rows_unfinished_idx on view_rows (view, generation, position) where listed and reason <> '';
 create index view_rows_person_idx on view_rows (view, generation, tenant, position) where listed and person <> '';
+create index view_rows_needed_idx on view_rows (view, generation, tenant, position) where listed and needed;
 
 -- How many listed rows have these facets, so that a list knows its size without visiting it.
 create table view_counts (

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 import pytest
 
@@ -15,9 +16,10 @@ from adapters.view_postgres import PostgresTables
 from adapters.view_tables import Filters, MemoryTables, Tables
 from adapters.views import Views, make_cursor
 from domain.errors import HostError
+from domain.events import CancelWished
 from projections import Facets, Projection, Row, folded
 from projections.actions import ACTIONS, ActionRow, action_key
-from projections.recovery import needs_after, needs_person
+from projections.recovery import needs_person
 from projections.runs import RUNS, run_key
 from tests.pg import dsn, postgres_server
 from tests.recorded import Log, at, busy
@@ -179,7 +181,10 @@ def _matches(filters: Filters, facets: Facets) -> bool:
     )
 
 
-async def test_a_feed_of_changes_tells_each_need_of_a_person_once_under_a_stable_id(tables: Tables, log: Log) -> None:
+@pytest.mark.parametrize("every", [1, 5, 24])
+async def test_the_feed_tells_each_need_of_a_person_once_under_a_stable_id_however_often_it_is_read(
+    tables: Tables, log: Log, every: int
+) -> None:
     views = views_of(tables, log)
     told: dict[str, str] = {}
     position = 0
@@ -190,12 +195,18 @@ async def test_a_feed_of_changes_tells_each_need_of_a_person_once_under_a_stable
         log.lose(name)
         if number % 3 == 0:
             log.receive(name, f"run_{number}")
-        await views.catch_up()
-        for entry in needs_after(await views.changes(ACTIONS, ACME, position, 1000), position):
-            assert entry["id"] not in told
-            told[entry["id"]] = entry["action_id"]
-            position = max(position, entry["position"])
+        if number >= 2:
+            log.act(f"act_{number - 2}", CancelWished(at=log.tick(), by="alice", reason="moves the row on"))
+        if number % every == every - 1 or number == 23:
+            await views.catch_up()
+            entries, position = await views.needs_after(ACME, position)
+            assert [entry["position"] for entry in entries] == sorted(entry["position"] for entry in entries)
+            assert not {entry["id"] for entry in entries} & set(told)
+            told |= {entry["id"]: entry["action_id"] for entry in entries}
     assert sorted(told.values()) == sorted(f"act_{number}" for number in range(24))
+    assert await views.needs_after(ACME, position) == ((), position)
+    again, _ = await views.needs_after(ACME, 0)
+    assert [entry["id"] for entry in again] == list(told)
     waiting = await views.list(ACTIONS, Filters(tenant="acme", waiting=True), "", 1000)
     open_now = needs_person(waiting.rows)
     assert len(open_now) == 16
@@ -349,6 +360,20 @@ async def test_unfinished_work_of_every_tenant_is_found_without_the_finished(tab
     rows = await views.unfinished(ACTIONS)
     assert [(row.request.tenant, row.request.action_id) for row in rows] == [("acme", "act_open"), ("zeta", "act_open")]
     assert await views.unfinished(ACTIONS, rows[-1].position) == ()
+
+
+async def test_views_in_memory_run_on_virtual_time_too() -> None:
+    import trio
+
+    log = Log()
+    busy(log, 24)
+
+    async def world() -> list[Any]:
+        views = views_of(MemoryTables(), log)
+        await views.catch_up()
+        return await views.compare("actions") + await views.compare("runs")
+
+    assert await anyio.to_thread.run_sync(trio.run, world) == []
 
 
 async def test_a_follower_whose_journal_is_away_shows_it_and_goes_on_by_itself(tables: Tables, log: Log) -> None:
