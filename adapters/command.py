@@ -20,6 +20,7 @@ from domain.values import Fence
 FENCE_PREFIX = "-/fence/"
 NAME_BYTES = 255
 EVENT_BYTES = 24 * 1024 * 1024
+COMMAND_BYTES = 32 * 1024 * 1024
 LAST_VERSION = 2**63 - 1
 EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
@@ -112,6 +113,8 @@ def pack(rows: Sequence[Stored], fence: Fence | None, takeover: Takeover | None,
         topics.append(_known_name(row.topic))
         states.append(_LENGTH.pack(len(content)))
         states.append(content)
+    if sum(map(len, states)) > COMMAND_BYTES:
+        raise ValueError(f"a command is at most {COMMAND_BYTES} bytes")
     columns = (b"".join(histories), b"".join(versions), b"".join(topics), b"".join(states))
     return Packed(
         histories=last.keys(),

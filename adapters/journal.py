@@ -48,7 +48,7 @@ class Journal:
 
     `dsn` reaches the primary directly or through a pooler in session mode; `schema` is the one that the migrations
     made. `on_state` hears `healthy`, `doubting` (something sent has no verdict) and `away`, from the writer's thread.
-    Limits: commands waiting, events and bytes of a batch, seconds of one try.
+    Limits: commands waiting, events and bytes of a batch, seconds of one try; a command of more bytes goes alone.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Journal:
         schema: str = "public",
         queue_limit: int = 10_000,
         batch_events: int = 1024,
-        batch_bytes: int = 32 * 2**20,
+        batch_bytes: int = 4 * 2**20,
         try_timeout_s: float = 10.0,
         reading_connections: int = 4,
         on_state: Callable[[str], None] | None = None,
     ) -> None:
         self._clock = clock
-        self._batch_events, self._batch_bytes = batch_events, batch_bytes
+        self._batch_events = batch_events
         self._horizon = Horizon()
         self._writer = Writer(
             dsn,
@@ -246,8 +246,8 @@ class Journal:
         waiting: Wakeup | None,
     ) -> Pending:
         packed = pack(rows, fence, takeover, not_after)
-        if packed.count > self._batch_events or packed.size > self._batch_bytes:
-            raise ValueError(f"a command is at most {self._batch_events} events and {self._batch_bytes} bytes")
+        if packed.count > self._batch_events:
+            raise ValueError(f"a command is at most {self._batch_events} events")
         return self._writer.submit(packed, waiting)
 
     def _open_recorder(self) -> JournalRecorder:

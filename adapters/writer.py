@@ -190,8 +190,9 @@ class Writer:
             busy = {history for _, pending in self._aside for history in pending.packed.histories}
             batch: list[Pending] = []
             events = size = 0
+            closed = False
             for source in (self._doubt, self._queue):
-                if source is self._queue and (self._only_doubt and batch):
+                if source is self._queue and batch and (self._only_doubt or closed):
                     break
                 kept: list[Pending] = []
                 while source and len(batch) < self._limit and len(kept) < self._batch_events:
@@ -204,9 +205,9 @@ class Writer:
                         kept.append(pending)
                         continue
                     full = events + packed.count > self._batch_events or size + packed.size > self._batch_bytes
-                    closed = batch and batch[-1].packed.takeover
-                    if batch and (full or closed):
+                    if batch and (full or batch[-1].packed.takeover):
                         source.appendleft(pending)
+                        closed = True
                         break
                     busy |= packed.histories
                     events, size = events + packed.count, size + packed.size
@@ -296,7 +297,8 @@ class Writer:
         if state != self.state:
             self.state = state
             if self._on_state is not None:
-                self._on_state(state)
+                with suppress(Exception):  # whoever listens may not end the writer
+                    self._on_state(state)
 
 
 def _call_all(calls: list[Callable[[], None]]) -> None:

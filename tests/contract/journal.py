@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 import anyio
 import pytest
 
+from adapters.command import EVENT_BYTES
 from adapters.follower import Follower
 from adapters.journal import Fence, Journal, NotTaken, Outcome, Stored, Verdict, fence_history
 from adapters.memory_journal import MemoryJournal
@@ -156,7 +157,7 @@ class JournalContract:
             [row("")],
             [row("a", topic="nul\0")],
             [row(fence_history("one"))],
-            [row("a", state=bytes(1024 * 1024 + 1))],
+            [row("a", state=bytes(EVENT_BYTES + 1))],
             [row("a", state="text")],  # type: ignore[arg-type]
         ],
         ids=lambda rows: f"{rows[0].history[:12]!r}-{len(rows)}",

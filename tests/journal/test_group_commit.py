@@ -174,12 +174,14 @@ async def test_threads_may_submit_at_the_same_time(journal: Journal) -> None:
     assert len(await journal.read_log(0, 300)) == 200
 
 
-async def test_a_command_larger_than_a_batch_is_refused_in_its_caller(database: str) -> None:
+async def test_a_command_of_more_bytes_than_a_batch_goes_alone_and_one_of_more_events_is_refused(database: str) -> None:
     small = Journal(database, clock=SystemClock(), batch_events=2, batch_bytes=100)
     await small.start()
     with pytest.raises(ValueError, match="2 events"):
         await observe(small, row("a", 1), row("a", 2), row("a", 3))
-    with pytest.raises(ValueError, match="100 bytes"):
-        await observe(small, row("a", 1, bytes(200)))
-    assert (await observe(small, row("a", 1), row("a", 2))).verdict is Verdict.COMMITTED
+    verdicts = await in_one_batch(
+        small, database, lambda: [small.submit([row(f"h/{n}", 1, bytes(200))], fence=None) for n in range(3)]
+    )
     await small.stop()
+    assert verdicts == [Verdict.COMMITTED] * 3
+    assert transactions(database) == 4

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from adapters.clock import SystemClock
-from adapters.command import Outcome, Stored, Verdict
+from adapters.command import EVENT_BYTES, Outcome, Stored, Verdict
 from adapters.journal import Journal
 from adapters.memory_journal import MemoryJournal
 from adapters.migrate import migrate
@@ -156,7 +156,7 @@ async def test_after_the_last_moment_nothing_is_stored(built: Built) -> None:
 async def test_what_can_never_be_stored_is_certainly_not_stored(built: Built) -> None:
     store, _, _ = built
     with pytest.raises(NotStored):
-        await store.append(command(wish("x" * 8 * 2**20)))
+        await store.append(command(wish("x" * (EVENT_BYTES + 1))))
     with pytest.raises(NotStored):
         await store.append(command(wish("\udfff")))
     assert await store.load(HISTORY) == ()
