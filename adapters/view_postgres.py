@@ -30,11 +30,11 @@ _Result = TypeVar("_Result")
 
 ROW_COLUMNS = ("tenant", *COUNTED, *NARROW)
 PUT_ROWS = f"""
-insert into view_rows (view, generation, key, position, listed, {", ".join(ROW_COLUMNS)}, needed, at, doc)
+insert into view_rows (view, generation, key, position, listed, {", ".join(ROW_COLUMNS)}, open, needed, at, doc)
 select %s, %s, * from unnest(%s::text[], %s::bigint[], %s::boolean[], {", ".join(["%s::text[]"] * len(ROW_COLUMNS))},
-    %s::boolean[], %s::timestamptz[], %s::bytea[])
+    %s::boolean[], %s::boolean[], %s::timestamptz[], %s::bytea[])
 on conflict (view, generation, key) do update set position = excluded.position, listed = excluded.listed,
-    {", ".join(f"{name} = excluded.{name}" for name in ROW_COLUMNS)}, needed = excluded.needed,
+    {", ".join(f"{name} = excluded.{name}" for name in ROW_COLUMNS)}, open = excluded.open, needed = excluded.needed,
     at = excluded.at, doc = excluded.doc
 """
 PUT_COUNTS = f"""
@@ -44,7 +44,9 @@ on conflict (view, generation, tenant, state, principal, capability_id, endpoint
     do update set n = view_counts.n + excluded.n
 """
 LIVE = "select view, generation, version, position, read_at from view_places where live"
-SAME_ROWS = " and ".join(f"a.{name} = b.{name}" for name in ("position", "listed", *ROW_COLUMNS, "needed", "doc"))
+SAME_ROWS = " and ".join(
+    f"a.{name} = b.{name}" for name in ("position", "listed", *ROW_COLUMNS, "open", "needed", "doc")
+)
 DIFFERENT_ROWS = f"""
 select coalesce(a.key, b.key), a.position, b.position
 from (select * from view_rows where view = %(view)s and generation = %(stored)s) a
@@ -260,7 +262,7 @@ class PostgresTables:
             return connection.execute(
                 "select r.position, r.doc from view_places p"
                 " join view_rows r on r.view = p.view and r.generation = p.generation"
-                " where p.live and p.view = %s and r.listed and r.reason <> '' and r.position > %s"
+                " where p.live and p.view = %s and r.listed and r.open and r.position > %s"
                 " order by r.position limit %s",
                 (view, after, limit),
                 binary=True,
@@ -326,6 +328,7 @@ def _put(connection: psycopg.Connection, batch: Batch) -> None:
                 [entry.position for entry in batch.entries],
                 [entry.facets is not None for entry in batch.entries],
                 *([getattr(item, column) for item in facets] for column in ROW_COLUMNS),
+                [item.open for item in facets],
                 [item.needed for item in facets],
                 [item.at for item in facets],
                 [entry.doc for entry in batch.entries],

@@ -163,7 +163,7 @@ class Tables(Protocol):
         """How many rows match by the value of one counted facet."""
 
     def unfinished(self, view: str, after: int, limit: int) -> list[tuple[int, bytes]]:
-        """Rows of every tenant that are unfinished work, by position."""
+        """Rows of every tenant that a host has work with, by position."""
 
     def differences(self, place: Place, fresh: Place) -> list[Difference] | None:
         """How a generation differs from a fresh one; ``None`` if they are not at one position."""
@@ -278,7 +278,7 @@ class MemoryTables:
         """As `Tables.unfinished`."""
         place = self.places().get(view)
         entries = self._rows[view, place.generation].values() if place else ()
-        found = [(e.position, e.doc) for e in entries if e.facets and e.facets.reason and e.position > after]
+        found = [(e.position, e.doc) for e in entries if e.facets and e.facets.open and e.position > after]
         return sorted(found)[:limit]
 
     def differences(self, place: Place, fresh: Place) -> list[Difference] | None:

@@ -353,7 +353,7 @@ class Views:
         return await self._tables.call(self._tables.tally, projection.name, filters, facet)
 
     async def unfinished(self, projection: Projection[RowT], after: int = 0, limit: int = BATCH) -> tuple[RowT, ...]:
-        """Unfinished work of every tenant after a position: for the host's own recovery, never for a caller."""
+        """Rows of every tenant that a host has work with, after a position: for its recovery, never for a caller."""
         rows = await self._tables.call(self._tables.unfinished, projection.name, after, limit)
         return tuple(decode_row(projection, doc) for _, doc in rows)
 

@@ -48,7 +48,8 @@ class Facets(msgspec.Struct, frozen=True, kw_only=True):
     """What lists of a projection filter by. An empty text means that the row has nothing there.
 
     ``reason`` names why the row is unfinished work, ``person`` why it waits for a person, ``approval`` the status of
-    its approval; ``needed`` is true once it ever waited for a person; ``at`` is when the work was accepted.
+    its approval; ``open`` says that a host has work with it, ``needed`` that it waited for a person at some time;
+    ``at`` is when the work was accepted.
     """
 
     tenant: str
@@ -62,6 +63,7 @@ class Facets(msgspec.Struct, frozen=True, kw_only=True):
     approval: str = ""
     reason: str = ""
     person: str = ""
+    open: bool = False
     needed: bool = False
     at: datetime | None = None
 

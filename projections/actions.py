@@ -168,6 +168,7 @@ def facets(row: ActionRow) -> Facets | None:
         approval=approval.status if approval else "",
         reason=row.reason,
         person=row.open_needs[0].reason if row.open_needs else "",
+        open=row.action.state is not State.SETTLED,
         needed=bool(row.needs),
         at=accepted.at,
     )

@@ -96,6 +96,13 @@ class RunRow(Row, frozen=True, kw_only=True, omit_defaults=True):
         return effective_session(self) or tie.sent_session or tie.requested_session
 
     @property
+    def open(self) -> bool:
+        """False once its end is known and confirmed, or not readable any more, and its events were listened to."""
+        run, heard = self.run, self.stream
+        over = run.ended is not None and (run.confirmed or run.unread is not None)
+        return not over or heard.open or heard.open_gap is not None or not (heard.subscriptions or heard.terminal_seq)
+
+    @property
     def reason(self) -> str:
         """Why it is unfinished work, or an empty text."""
         run = self.run
@@ -227,6 +234,7 @@ def facets(row: RunRow) -> Facets | None:
         run_id=tie.run_id,
         reason=row.reason,
         person=row.open_needs[0].reason if row.open_needs else "",
+        open=row.open,
         needed=bool(row.needs),
         at=tie.started_at,
     )

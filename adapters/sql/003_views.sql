@@ -33,6 +33,7 @@ create table view_rows (
     approval text not null,
     reason text not null,
     person text not null,
+    open boolean not null,
     needed boolean not null,
     at timestamptz,
     doc bytea not null,
@@ -48,7 +49,8 @@ create index view_rows_run_idx on view_rows (view, generation, tenant, run_id, p
 create index view_rows_approval_idx on view_rows (view, generation, tenant, approval_id)
     where listed and approval_id <> '';
 create index view_rows_approvals_idx on view_rows (view, generation, tenant, position) where listed and approval <> '';
-create index view_rows_unfinished_idx on view_rows (view, generation, position) where listed and reason <> '';
+create index view_rows_open_idx on view_rows (view, generation, position) where listed and open;
+create index view_rows_reason_idx on view_rows (view, generation, tenant, position) where listed and reason <> '';
 create index view_rows_person_idx on view_rows (view, generation, tenant, position) where listed and person <> '';
 create index view_rows_needed_idx on view_rows (view, generation, tenant, position) where listed and needed;
 

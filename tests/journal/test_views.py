@@ -16,7 +16,7 @@ from adapters.view_postgres import PostgresTables
 from adapters.view_tables import Filters, MemoryTables, Tables
 from adapters.views import Views, make_cursor
 from domain.errors import HostError
-from domain.events import CancelWished
+from domain.events import CancelWished, StreamClosed
 from projections import Facets, Projection, Row, folded
 from projections.actions import ACTIONS, ActionRow, action_key
 from projections.recovery import needs_person
@@ -360,6 +360,22 @@ async def test_unfinished_work_of_every_tenant_is_found_without_the_finished(tab
     rows = await views.unfinished(ACTIONS)
     assert [(row.request.tenant, row.request.action_id) for row in rows] == [("acme", "act_open"), ("zeta", "act_open")]
     assert await views.unfinished(ACTIONS, rows[-1].position) == ()
+
+
+@pytest.mark.proves("A127")
+async def test_a_run_is_work_for_the_host_until_its_end_is_confirmed_and_its_events_were_heard(
+    tables: Tables, log: Log
+) -> None:
+    for number in range(3):
+        log.start(f"act_{number}", f"run_{number}")
+    log.listen("run_1")
+    log.frames("run_1", StreamClosed(at=log.tick(), number=1, reason="closed"))
+    log.end("run_1", "completed", ("no_usage",))
+    log.end("run_2")
+    views = views_of(tables, log)
+    await views.catch_up()
+    assert [row.run.tie.run_id for row in await views.unfinished(RUNS)] == ["run_0", "run_2"]
+    assert (await views.tally(RUNS, ACME, "reason")) == {"run_followed": 1, "run_ended_in_doubt": 1, "": 1}
 
 
 async def test_views_in_memory_run_on_virtual_time_too() -> None:

@@ -47,7 +47,7 @@ async def test_the_drill_finds_a_damaged_a_deleted_and_an_added_row_and_a_rebuil
         connection.execute("delete from view_rows where view = 'actions' and key = 'acme/act_3'")
         connection.execute(
             "insert into view_rows select view, generation, 'acme/act_more', 7, listed, tenant, state, principal,"
-            " capability_id, endpoint_id, session, run_id, approval_id, approval, reason, person, needed, at, doc"
+            " capability_id, endpoint_id, session, run_id, approval_id, approval, reason, person, open, needed, at, doc"
             " from view_rows where view = 'actions' and key = 'acme/act_1'"
         )
         connection.execute("update view_counts set n = n + 1 where view = 'actions' and state = 'unknown'")
