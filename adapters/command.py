@@ -62,6 +62,18 @@ class Outcome(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
+class NotConfirmed(Exception):
+    """What was read may exist on this machine only: it may not be told."""
+
+
+class NotTaken(Exception):
+    """The sequence was not acknowledged here; `outcome` says why. Nothing may be decided under it."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(f"{outcome.verdict.value}: {outcome.detail}")
+        self.outcome = outcome
+
+
 class Takeover(msgspec.Struct, frozen=True):
     """Advances the fence history of `replica`, and only from `expected` (0: it has no sequence yet)."""
 

@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 
 from adapters.append_call import Clock
-from adapters.command import Outcome, Stored, Takeover, Verdict, fence_history, pack
+from adapters.command import NotConfirmed, NotTaken, Outcome, Stored, Takeover, Verdict, fence_history, pack
 from adapters.follower import POLL_S, Horizon, Listener
 from adapters.recorder import JournalRecorder, datastore
 from adapters.wakeup import Wakeup, wakeup
@@ -29,18 +29,6 @@ __all__ = ["Clock", "Fence", "Journal", "NotConfirmed", "NotTaken", "Outcome", "
 START_S = 5.0
 
 _Result = TypeVar("_Result")
-
-
-class NotConfirmed(Exception):
-    """What was read may exist on this machine only: it may not be told."""
-
-
-class NotTaken(Exception):
-    """The sequence was not acknowledged here; `outcome` says why. Nothing may be decided under it."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(f"{outcome.verdict.value}: {outcome.detail}")
-        self.outcome = outcome
 
 
 class Journal:

@@ -11,9 +11,8 @@ from datetime import datetime
 import anyio.lowlevel
 
 from adapters.append_call import Clock
-from adapters.command import Outcome, Stored, Takeover, Verdict, fence_history, pack
+from adapters.command import NotTaken, Outcome, Stored, Takeover, Verdict, fence_history, pack
 from adapters.follower import Horizon
-from adapters.journal import NotTaken
 from adapters.wakeup import wakeup
 from domain.values import Fence
 

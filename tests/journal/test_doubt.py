@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import anyio
@@ -15,6 +16,7 @@ from tests.faults.pg_proxy import PgProxy
 
 pytestmark = [pytest.mark.anyio, pytest.mark.postgres]
 WRITER = "journal-writer"
+POINTS = ["call", "sync", "row", "commit"]
 
 
 @pytest.fixture
@@ -58,6 +60,19 @@ async def many(journal: Journal, count: int, state: bytes = b"x") -> list[Outcom
     return outcomes
 
 
+async def many_named(journal: Journal, name: str, count: int) -> list[Outcome]:
+    """Commands of one round, each in a history of its own."""
+    outcomes: list[Outcome] = []
+
+    async def one(number: int) -> None:
+        outcomes.append(await observe(journal, row(f"{name}/{number}")))
+
+    async with anyio.create_task_group() as group:
+        for number in range(count):
+            group.start_soon(one, number)
+    return outcomes
+
+
 async def rows_once(journal: Journal, expected: int) -> list[Stored]:
     """All rows; each was stored once."""
     log = await journal.read_log(0, 10_000)
@@ -65,7 +80,7 @@ async def rows_once(journal: Journal, expected: int) -> list[Stored]:
     return log
 
 
-@pytest.mark.parametrize("point", ["call", "sync", "row", "commit"])
+@pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("action", ["cut", "pass_cut", "freeze"])
 async def test_a_lost_answer_is_resolved_with_the_same_bytes_and_stored_once(
     journal: Journal, proxy: PgProxy, point: str, action: str
@@ -256,3 +271,19 @@ async def test_closing_answers_everyone(journal: Journal, proxy: PgProxy) -> Non
     assert queued.outcome is not None
     assert queued.outcome.verdict is Verdict.NOT_APPENDED
     assert journal.submit([row("c")], fence=None).outcome is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+async def test_of_hundreds_of_commits_cut_anywhere_none_is_lost_doubled_or_a_false_conflict(
+    journal: Journal, proxy: PgProxy, seed: int
+) -> None:
+    chance = random.Random(seed)
+    for round_ in range(40):
+        for _ in range(chance.randint(1, 3)):
+            proxy.add(WRITER, chance.choice(POINTS), chance.choice(["cut", "pass_cut", "warn"]))
+        outcomes = await many_named(journal, f"{round_}", chance.randint(1, 8))
+        assert {outcome.verdict for outcome in outcomes} == {Verdict.COMMITTED}
+    rows = await journal.read_log(0, 10_000)
+    assert len({(r.history, r.version) for r in rows}) == len(rows)
+    assert proxy.counts[WRITER, "connect"] > 40

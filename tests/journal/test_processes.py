@@ -11,9 +11,12 @@ from pathlib import Path
 import anyio
 import pytest
 
+from adapters.clock import SystemClock
 from adapters.follower import Follower
-from adapters.journal import Journal, Stored
+from adapters.journal import Journal, Stored, Verdict
+from adapters.migrate import migrate
 from tests.contract.journal import observe, row
+from tests.pg import fresh_database, shared_server
 
 pytestmark = [pytest.mark.anyio, pytest.mark.postgres]
 ROOT = Path(__file__).parents[2]
@@ -95,3 +98,37 @@ async def test_a_stopped_process_delays_nobody(journal: Journal, database: str) 
         stopped.kill()
         await anyio.to_thread.run_sync(stopped.communicate)
     assert len(await journal.read("h")) == 50
+
+
+async def test_a_killed_server_keeps_what_was_acknowledged_and_the_rest_is_resolved() -> None:
+    with shared_server(fsync=True) as server:
+        dsn = fresh_database(server)
+        migrate(dsn)
+        journal = Journal(dsn, clock=SystemClock())
+        await journal.start()
+        told: dict[str, int] = {}
+
+        async def caller(number: int) -> None:
+            for version in range(1, 101):
+                outcome = await journal.append([row(f"h/{number}", version)], fence=None, deadline_s=60)
+                assert outcome.verdict is Verdict.COMMITTED
+                told[f"h/{number}/{version}"] = outcome.position
+
+        async def kill() -> None:
+            for goal in (100, 500, 1000):
+                while len(told) < goal:  # noqa: ASYNC110 - how far the callers are
+                    await anyio.sleep(0.005)
+                server.kill()
+                await anyio.to_thread.run_sync(server.start)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(kill)
+            for number in range(16):
+                group.start_soon(caller, number)
+        await journal.stop()
+        again = Journal(dsn, clock=SystemClock())
+        await again.start()
+        rows = await again.read_log(0, 10_000)
+        await again.stop()
+    assert {f"{r.history}/{r.version}": r.position for r in rows} == told
+    assert len(rows) == 1600
