@@ -46,6 +46,11 @@ LONGEST_PAUSE_S = 5.0
 LOOK_AGAIN_S = 30.0
 NO_LEASE_PAUSE_S = 1.0
 
+# Refusals of a claim that only say that the facts moved on; what follows from that is the next step's to say.
+NEXT_STEP_SAYS = frozenset(
+    {"action.expired", "action.already_settled", "policy.approval_expired", "policy.human_approval_required"}
+)
+
 
 class DriverLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How many provider calls of Actions this host performs at once, and each endpoint's approval time-out."""
@@ -123,11 +128,13 @@ class Driver:
             with self._notices.watch(*_histories(history, action)) as bell:
                 turned: Action | None = action
                 while turned is not None:
-                    turned = await self._turn(history, turned, bell)
+                    turned = await self._turn_or_pause(history, turned, bell)
         except IntegrityFault as fault:
             log.error("action.stopped", extra={"code": fault.code, "action": history})
         except Fenced:
             log.warning("action.fenced", extra={"action": history})
+        except Exception:  # this Action alone stands still until the next round of takeover takes it up again
+            log.exception("action.failed", extra={"action": history})
         finally:
             self._driven.discard(history)
 
@@ -158,16 +165,19 @@ class Driver:
             approval_timeout_ms=self._limits.approval_timeout_ms.get(request.endpoint_id, 60_000),
         )
 
-    async def _turn(self, history: str, action: Action, bell: Bell) -> Action | None:
-        """One turn: the Action after it, or ``None`` when nothing is left to be done here."""
-        bell.clear()
+    async def _turn_or_pause(self, history: str, action: Action, bell: Bell) -> Action | None:
+        """One turn; while the store is away or somebody else was faster, a pause and the Action as it is then."""
         try:
-            facts = await self._facts(action)
+            return await self._turn(history, action, bell)
         except IntegrityFault:
             raise
-        except HostError:
+        except (HostError, Conflict, NotStored, AppendUnknown):
             await self._clock.sleep(STORE_PAUSE_S)
-            return action
+            return await self._load(history)
+
+    async def _turn(self, history: str, action: Action, bell: Bell) -> Action | None:
+        """One turn: the Action after it, or ``None`` when nothing is left to be done here."""
+        facts = await self._facts(action)
         now = self._clock.now()
         step = next_step(facts, at=now)
         match step:
@@ -180,13 +190,17 @@ class Driver:
             case ReadStatus():
                 return await self._read_status(history, facts)
             case WaitUntil():
-                rung = await bell.wait(min(LOOK_AGAIN_S, (step.at - now).total_seconds()))
-                return await self._load(history) if rung else action
+                return await self._wait(history, bell, (step.at - now).total_seconds())
             case Hold(why="outcome_unknown") if action.request.run_id:
-                await bell.wait(LOOK_AGAIN_S)
-                return await self._load(history)
+                return await self._wait(history, bell, LOOK_AGAIN_S)
             case Hold():
                 return None
+
+    async def _wait(self, history: str, bell: Bell, seconds: float) -> Action:
+        """Wait for a time or for news, then look: a ring since the last look is not lost, and no ring is needed."""
+        await bell.wait(min(LOOK_AGAIN_S, seconds))
+        bell.clear()
+        return await self._load(history)
 
     async def _store_events(self, history: str, facts: Facts, events: tuple[Event, ...]) -> Action:
         """Append decided events, with what they mean for the run; the Action as it stands afterwards."""
@@ -199,17 +213,13 @@ class Driver:
             answer = answers_run(after, at=self._clock.now())
             run = _histories(history, action)[1]
             changes.append(Change(history=run, expected=facts.run.version, events=answer))
-        try:
-            stored = await self._store.append(
-                Command(changes=tuple(changes), fence=self._lease.fence, cause="next_step")
-            )
-        except (Conflict, NotStored, AppendUnknown):
-            await self._clock.sleep(STORE_PAUSE_S)
-            return await self._load(history)
-        self._notices.tell(*{recorded.history for recorded in stored})
+        stored = await self._store.append(Command(changes=tuple(changes), fence=self._lease.fence, cause="next_step"))
+        self._notices.tell(*stored)
         for recorded in stored:
             if recorded.history == history:
                 action = actions.evolve(action, recorded.event, recorded.version)
+            if isinstance(recorded.event, AttemptClosed):
+                self._sender.unsent.discard(recorded.event.attempt_id)
         return action
 
     async def _send(self, history: str, facts: Facts) -> Action:
@@ -220,15 +230,12 @@ class Driver:
             try:
                 return await self._sender.claim_and_send(history, facts)
             except HostError as error:
-                if isinstance(error, IntegrityFault):
+                if isinstance(error, IntegrityFault) or error.retryable or error.code in NEXT_STEP_SAYS:
                     raise
                 settled = actions.settle_without_effect(
                     "failed", error.code, at=self._clock.now(), message=error.message
                 )
                 return await self._store_events(history, facts, (settled,))
-            except (Conflict, NotStored):
-                await self._clock.sleep(STORE_PAUSE_S)
-                return await self._load(history)
 
     async def _read_status(self, history: str, facts: Facts) -> Action:
         """The one read of a ``run_status`` Action: stored if it says something new, then the Action's answer."""

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from adapters.lease import Watch
 from adapters.notices import LOOK_AGAIN_S, Notices
 from adapters.store import Unreadable
-from domain.errors import HostError
 from domain.events import Recorded
 from domain.ports import Clock
 
@@ -51,8 +50,8 @@ class Echo:
             try:
                 if not await self.advance():
                     await self._wait_beyond(self.position, LOOK_AGAIN_S)
-            except HostError as error:
-                log.warning("echo.paused", extra={"code": error.code})
+            except Exception as error:  # noqa: BLE001  whatever one page meets, the loop goes on
+                log.warning("echo.paused", extra={"fault": type(error).__name__})
                 await self._clock.sleep(PAUSE_S)
 
     async def advance(self) -> int:
@@ -61,6 +60,6 @@ class Echo:
         for event in page:
             if isinstance(event, Recorded):
                 self._watch.notice(event)
-            self._notices.tell(event.history)
+            self._notices.tell(event)
             self.position = event.position
         return len(page)

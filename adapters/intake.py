@@ -119,6 +119,7 @@ class Intake:
             if draft.key_history and (look or refusal is not None):
                 found = await self._holder(draft)
                 if isinstance(found, Admitted):
+                    self._driver.take(draft.actor.tenant, found.action.request.action_id)
                     return found
                 reserved = found
             if refusal is not None:
@@ -378,8 +379,9 @@ class Intake:
                 ),
             )
             return Cancelled(action=action, what="stop_requested", stop_action_id=stop.action.request.action_id)
-        if action.state is State.SETTLED:
-            return Cancelled(action=action, what="cancelled_without_effect")
+        if action.settled is not None:
+            without_effect = action.settled.status == "cancelled"
+            return Cancelled(action=action, what="cancelled_without_effect" if without_effect else "nothing_to_do")
         return Cancelled(action=action, what="wish_stored")
 
     async def _change(self, actor: Actor, action_id: str, make: Callable[[Action], tuple[Event, ...]]) -> Action:
@@ -402,7 +404,7 @@ class Intake:
                 raise CallerError("policy.approval_expired") from error
             for recorded in stored:
                 action = actions.evolve(action, recorded.event, recorded.version)
-            self._notices.tell(history)
+            self._notices.tell(*stored)
             self._driver.take(actor.tenant, action_id)
             return action
         raise NotNow("storage.unavailable", retry_after_ms=1_000)

@@ -107,43 +107,44 @@ class HostLease:
             await self._clock.sleep(self._times.heartbeat_ms / 1000)
             try:
                 with anyio.fail_after(self._times.heartbeat_ms / 1000):
-                    await self._renew()
-            except Fenced:
-                await self._regain(regained)
+                    if await self._renewed():
+                        continue
+                self.counts.heartbeat_failures += 1
+                with anyio.fail_after(self._times.heartbeat_ms / 1000):
+                    await self._regain(regained)
             except Exception as error:  # noqa: BLE001  whatever one cycle meets, the loop goes on
                 self.counts.heartbeat_failures += 1
                 log.warning("lease.renewal_failed", extra={"fault": type(error).__name__})
 
-    async def _renew(self) -> None:
+    async def _renewed(self) -> bool:
+        """Renew once; False if this sequence is not the newest of its replica any more."""
         began, history = self._clock.monotonic(), host_history(self._replica)
         while True:
             event = LeaseRenewed(at=self._clock.now(), sequence=self.fence.sequence)
             change = Change(history=history, expected=self._version, events=(event,))
             try:
                 await self._store.append(Command(changes=(change,), fence=self.fence, cause="renewal"))
+            except Fenced:
+                return False
             except Conflict:  # the recovery summary, an earlier process, or our own append whose answer was lost
                 events = await self._store.load(history)
                 self._version = events[-1].version if events else 0
                 continue
             self._version += 1
             self._hold(began)
-            return
+            return True
 
     async def _regain(self, regained: Callable[[], None]) -> None:
         """Our sequence is not the newest: stop for good if our own replica took it, else take a new one."""
-        self.counts.heartbeat_failures += 1
-        try:
-            newest = (await self._store.load(fence_history(self._replica)))[-1]
-            if isinstance(newest.event, SequenceTaken) and newest.event.instance != self._instance:
-                self._lost = True
-                log.error("lease.superseded", extra={"sequence": newest.version})
-                return
-            self.counts.recovery_attempts += 1
-            await self.take()
-            self.counts.recoveries += 1
-            regained()
-        except (HostError, NotStored, AppendUnknown, Conflict) as error:
-            log.warning("lease.recovery_failed", extra={"fault": type(error).__name__})
+        newest = (await self._store.load(fence_history(self._replica)))[-1]
+        if isinstance(newest.event, SequenceTaken) and newest.event.instance != self._instance:
+            self._lost = True
+            log.error("lease.superseded", extra={"sequence": newest.version})
+            return
+        self.counts.recovery_attempts += 1
+        await self.take()
+        self.counts.recoveries += 1
+        regained()
 
     async def release(self) -> None:
         """Close our own sequence after a clean stop, so that others may go on at once."""

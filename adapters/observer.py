@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 ISSUER = "hermes-reconciler"
 STORE_PAUSE_S = 0.5
+LOOK_AGAIN_S = 30.0
 AFTER_END_S = 5.0
 LAST_STORE_S = 10.0
 
@@ -73,6 +74,13 @@ class Watched:
         self.lock = anyio.Lock()
         self.polled_at: datetime | None = None
         self.polls = 0
+        self.loaded_at = float("-inf")
+        self.bell = Bell()
+
+    def is_behind(self) -> bool:
+        """True if more was stored than is known here."""
+        known = ((self.run_history, self.run.version), (self.stream_history, self.stream.version))
+        return any(self.bell.heard(history) > version for history, version in known)
 
     @property
     def scope(self) -> PrivateScope:
@@ -131,19 +139,22 @@ class Observer:
         found = await self._store.load_many([watched.run_history, watched.stream_history])
         watched.run = binding.replay(found[watched.run_history])
         watched.stream = stream.replay(found[watched.stream_history])
+        watched.loaded_at = self._clock.monotonic()
 
     # ---- one run -----------------------------------------------------------------------------------------------------
 
     async def _observe(self, watched: Watched) -> None:
         try:
-            with self._notices.watch(watched.run_history, watched.stream_history) as bell:
+            with self._notices.watch(watched.run_history, watched.stream_history) as watched.bell:
                 await self._load_until(watched)
-                while await self._turn(watched, bell):
+                while await self._turn(watched):
                     pass
         except IntegrityFault as fault:
             log.error("run.stopped", extra={"code": fault.code, "run": watched.run_history})
         except Fenced:
             log.warning("run.fenced", extra={"run": watched.run_history})
+        except Exception:  # this run alone is not observed until the next round of takeover takes it up again
+            log.exception("run.failed", extra={"run": watched.run_history})
         finally:
             if watched.live is not None:
                 watched.live.cancel()
@@ -159,7 +170,7 @@ class Observer:
                 log.warning("run.load_failed", extra={"run": watched.run_history}, exc_info=True)
                 await self._clock.sleep(STORE_PAUSE_S)
 
-    async def _turn(self, watched: Watched, bell: Bell) -> bool:
+    async def _turn(self, watched: Watched) -> bool:
         """One turn; False when nothing is left to be observed here."""
         now = self._clock.now()
         step = next_run_step(
@@ -183,9 +194,9 @@ class Observer:
             case PollRun():
                 await self._poll(watched)
             case WaitUntil():
-                await self._pause(watched, bell, (step.at - now).total_seconds())
+                await self._pause(watched, (step.at - now).total_seconds())
             case Hold(why="stream_open"):
-                await self._close_ghost(watched, bell)
+                await self._close_ghost(watched)
             case Hold():
                 return False
         return True
@@ -196,15 +207,15 @@ class Observer:
         step = next_run_step(facts, at=at)
         return (step.run, step.stream) if isinstance(step, RecordRun) else ((), ())
 
-    async def _pause(self, watched: Watched, bell: Bell, seconds: float) -> None:
-        """Sleep until the time or until another writer added to this run; then read the histories again."""
-        versions = (watched.run.version, watched.stream.version)
-        bell.clear()
-        if await bell.wait(seconds) and (watched.run.version, watched.stream.version) == versions:
+    async def _pause(self, watched: Watched, seconds: float) -> None:
+        """Sleep until the time or until news; read the histories if another writer added to them, or after long."""
+        await watched.bell.wait(min(seconds, LOOK_AGAIN_S))
+        watched.bell.clear()
+        if watched.is_behind() or self._clock.monotonic() - watched.loaded_at >= LOOK_AGAIN_S:
             async with watched.lock:
                 await self._load_until(watched)
 
-    async def _close_ghost(self, watched: Watched, bell: Bell) -> None:
+    async def _close_ghost(self, watched: Watched) -> None:
         """The end is known by status: a stream that gives nothing for a grace time after that will not give an end."""
         give_up = self._clock.monotonic() + AFTER_END_S
         before = watched.stream.last_seq
@@ -213,7 +224,7 @@ class Observer:
             if left <= 0:
                 watched.live.cancel()
                 return await self._clock.sleep(0)
-            await self._pause(watched, bell, left)
+            await self._pause(watched, left)
         return None
 
     # ---- storing -----------------------------------------------------------------------------------------------------
@@ -251,7 +262,7 @@ class Observer:
                     watched.run = binding.evolve(watched.run, recorded.event, recorded.version)
                 else:
                     watched.stream = stream.evolve(watched.stream, recorded.event, recorded.version)
-            self._notices.tell(*{recorded.history for recorded in stored})
+            self._notices.tell(*stored)
             return
 
     async def adopt(self, tenant: str, endpoint_id: str, run_id: str) -> bool:
@@ -317,9 +328,11 @@ class Observer:
         except Exception:
             reason = "reader_failed"
             log.exception("stream.reader_failed", extra={"run": watched.run_history})
+        try:
+            await self._keep(watched, lambda _, seen: ((), self._closing(seen, reason)))
         finally:
-            watched.live = None
-        await self._keep(watched, lambda _, seen: ((), self._closing(seen, reason)))
+            watched.live = None  # not before its end is stored: until then nobody else may call it lost
+            watched.bell.wake()
 
     def _closing(self, seen: RunStream, reason: str) -> tuple[Event, ...]:
         return stream.close(seen, reason, at=self._clock.now()) if seen.open else ()
@@ -357,9 +370,11 @@ class Observer:
                 batch = [first]
                 try:
                     await self._gather(batch, receive)
-                finally:  # also when cancelled: what was received is worth storing
+                    await self._keep_frames(watched, batch)
+                except anyio.get_cancelled_exc_class():  # what was received is worth storing
                     with anyio.move_on_after(LAST_STORE_S, shield=True):
                         await self._keep_frames(watched, batch)
+                    raise
 
     async def _gather(self, batch: list[Received], receive: MemoryObjectReceiveStream[Received | StreamOpened]) -> None:
         with anyio.move_on_after(self._limits.batch_ms / 1000):
@@ -379,7 +394,7 @@ class Observer:
         end = stream.terminal_claim(batch)
 
         def make(run: Run, seen: RunStream) -> Made:
-            if seen.last_digest == digest:
+            if (seen.last_digest, seen.last_frame_at) == (digest, batch[-1].at):
                 return (), ()  # an append in doubt was stored after all
             bridged = stream.bridge(seen, stream.view_frame(batch[0].frame).provider_seq, at=batch[0].at)
             frames = stream.store_frames(seen, batch, digest)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from datetime import datetime
 
 import anyio
 import msgspec
@@ -20,7 +21,6 @@ from domain import action as actions
 from domain import attempt as attempts
 from domain import binding, requests
 from domain.action import Action
-from domain.attempt import Attempt
 from domain.binding import Run
 from domain.errors import PREFIX, HostError, IntegrityFault
 from domain.events import (
@@ -115,7 +115,7 @@ class Sender:
             raise NotStored("Whether the claim is stored is not known; nothing was sent.") from error
         except TooLate as error:
             raise Conflict("The approval ran out.") from error
-        self._notices.tell(*{recorded.history for recorded in stored})
+        self._notices.tell(*stored)
         log.info("attempt.claimed", extra={"action": history, "attempt": claim.attempt_id})
         return actions.evolve(action, stored[0].event, stored[0].version)
 
@@ -178,26 +178,28 @@ class Sender:
             try:
                 attempt = next(item for item in action.attempts if item.claim.attempt_id == claim.attempt_id)
                 event = attempts.record(attempt, judgement, exchange, digest, at=at)
-                if _stands(attempt, event):
-                    return action  # an append in doubt was stored after all
                 command = await self._command(history, action, event, fenced=fenced)
                 stored = await self._store.append(command)
             except Conflict:
-                action = actions.replay(await self._reload(history))
-                if await self._handle_is_taken(claim, judgement):
-                    judgement = msgspec.structs.replace(
-                        judgement, verdict=Verdict.AMBIGUOUS, code=PREFIX + "invalid_response", cause="run_id_reused"
-                    )
+                pass
             except Fenced:
                 fenced = True
+                continue
             except IntegrityFault:
                 raise
             except (NotStored, AppendUnknown, HostError):
                 await self._clock.sleep(pause)
                 pause = min(LONGEST_PAUSE_S, pause * 2)
-                action = actions.replay(await self._reload(history))
             else:
-                return self._told(history, action, judgement, command, stored)
+                return self._told(history, action, judgement, stored)
+            found = await self._reload(history)
+            action = actions.replay(found)
+            if any(_is_result(recorded.event, claim, judgement, at) for recorded in found):
+                return self._told(history, action, judgement, ())  # an append in doubt was stored after all
+            if await self._handle_is_anothers(action, judgement):
+                judgement = msgspec.structs.replace(
+                    judgement, verdict=Verdict.AMBIGUOUS, code=PREFIX + "invalid_response", cause="run_id_reused"
+                )
 
     async def _reload(self, history: str) -> tuple[Recorded, ...]:
         pause = STORE_PAUSE_S
@@ -264,22 +266,23 @@ class Sender:
                 events += binding.check_resolved(answer, claimed, at=event.at)
         return [Change(history=history, expected=run.version, events=tuple(events))]
 
-    async def _handle_is_taken(self, claim: AttemptClaimed, judgement: Judgement) -> bool:
-        if judgement.verdict is not Verdict.ACCEPTED or claim.operation is not Operation.RUN_START:
+    async def _handle_is_anothers(self, action: Action, judgement: Judgement) -> bool:
+        """True if another Action was given this handle before: one run cannot be two Actions' result."""
+        request = action.request
+        if judgement.verdict is not Verdict.ACCEPTED or request.operation is not Operation.RUN_START:
             return False
-        history = handle_history(claim.target.endpoint_id, run_token(judgement.run_id))
-        return bool(await self._reload(history))
+        taken = await self._reload(handle_history(request.endpoint_id, run_token(judgement.run_id)))
+        holders = [item.event for item in taken if isinstance(item.event, HandleTaken)]
+        return any((holder.tenant, holder.action_id) != (request.tenant, request.action_id) for holder in holders)
 
-    def _told(
-        self, history: str, action: Action, judgement: Judgement, command: Command, stored: tuple[Recorded, ...]
-    ) -> Action:
+    def _told(self, history: str, action: Action, judgement: Judgement, stored: tuple[Recorded, ...]) -> Action:
         for recorded in stored:
             if recorded.history == history:
                 action = actions.evolve(action, recorded.event, recorded.version)
         log.info("attempt.recorded", extra={"action": history, "verdict": judgement.verdict.value})
-        if judgement.run_id and action.request.operation is Operation.RUN_START:
+        if judgement.verdict is Verdict.ACCEPTED and action.request.operation is Operation.RUN_START:
             self._bound(action.request.tenant, action.request.endpoint_id, judgement.run_id)
-        self._notices.tell(*{change.history for change in command.changes})
+        self._notices.tell(*stored)
         return action
 
 
@@ -320,15 +323,12 @@ def _claimed(run: Run, action: Action) -> ChoiceClaimed | None:
     )
 
 
-def _stands(attempt: Attempt, event: Event) -> bool:
-    """True if this very result is stored: the same kind with the same answer, at the same time."""
-    match event:
-        case AttemptAccepted():
-            kept: Event | None = attempt.accepted
-        case AttemptClosed():
-            kept = attempt.closed
-        case AttemptUnknown():
-            kept = attempt.unknown
-        case _:
-            return False
-    return kept is not None and kept.at == event.at
+def _is_result(event: Event, claim: AttemptClaimed, judgement: Judgement, at: datetime) -> bool:
+    """True if this event is what came back for this claim, seen by its sender at this time."""
+    kinds: dict[Verdict, type[Event]] = {Verdict.ACCEPTED: AttemptAccepted, Verdict.AMBIGUOUS: AttemptUnknown}
+    return (
+        isinstance(event, AttemptAccepted | AttemptClosed | AttemptUnknown)
+        and isinstance(event, kinds.get(judgement.verdict, AttemptClosed))
+        and (event.attempt_id, event.at) == (claim.attempt_id, at)
+        and getattr(event, "cause", judgement.cause) == judgement.cause
+    )

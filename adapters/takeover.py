@@ -14,7 +14,7 @@ import msgspec
 from adapters.driver import Driver
 from adapters.lease import HostLease, Watch
 from adapters.observer import Observer
-from domain.errors import HostError, IntegrityFault
+from domain.errors import IntegrityFault
 from domain.events import (
     Change,
     Command,
@@ -24,7 +24,7 @@ from domain.events import (
     fence_history,
     host_history,
 )
-from domain.ports import AppendUnknown, Clock, Conflict, Fenced, Finder, NotStored, Store, Unfinished
+from domain.ports import Clock, Conflict, Finder, Store, Unfinished
 from domain.values import Fence
 
 log = logging.getLogger(__name__)
@@ -155,5 +155,5 @@ class Takeover:
         try:
             if self._lease.valid():
                 await self.adopt(await self._finder.unfinished())
-        except (HostError, NotStored, AppendUnknown, Conflict, Fenced) as error:
+        except Exception as error:  # noqa: BLE001  whatever one round meets, the next one comes
             log.warning("takeover.round_failed", extra={"fault": type(error).__name__})

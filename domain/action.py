@@ -180,13 +180,14 @@ def decide_approval(
 def wish_cancel(action: Action, actor: Actor, reason: str, *, at: datetime) -> tuple[Event, ...]:
     """Cancel: at once and without effect while nothing is claimed, else as a stored wish.
 
-    A settled Action is refused; a settled start names its run, which is stopped by ``run_stop``.
+    A settled Action is refused; a settled start names its run, which is stopped by ``run_stop``. A repeated cancel
+    adds nothing and is not refused, so that a caller whose answer was lost may ask again.
     """
+    if action.cancel is not None:
+        return ()
     if action.state is State.SETTLED:
         run_id = started_run(action)
         raise CallerError("action.already_settled", details={"run_id": run_id} if run_id else None)
-    if action.cancel is not None:
-        return ()
     wish = CancelWished(at=at, by=actor.id, reason=reason)
     if action.state in (State.READY, State.AWAITING, State.CLOSED):
         return (wish, settle_without_effect("cancelled", "action.cancelled", at=at))

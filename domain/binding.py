@@ -189,7 +189,7 @@ def marks(run: Run) -> tuple[str, ...]:
         found.add("cancelled_without_stop")
     if run.ended is not None and run.ended.state == "completed" and run.stop_sent:
         found.add("completed_after_stop")
-    if any(run.ended and dispute.state != run.ended.state for dispute in run.disputes):
+    if run.phase is Phase.CONTRADICTED:
         found.add("contradicted")
     if run.integrity:
         found.add("integrity")

@@ -101,7 +101,7 @@ def next_step(facts: Facts, *, at: datetime) -> Step:
         case State.AWAITING:
             return _awaiting(action, at)
         case State.CLOSED:
-            return _closed(action, at)
+            return _closed(facts, at)
         case _:
             return _ready(facts, at)
 
@@ -178,12 +178,16 @@ def refuse_before_claim(facts: Facts, *, at: datetime) -> ActionSettled | None:
     return None
 
 
-def _closed(action: Action, at: datetime) -> Step:
+def _closed(facts: Facts, at: datetime) -> Step:
     """After a refusal or a proven no-send: a queued start may wait and claim a further attempt, else it settles."""
+    action = facts.action
     attempt, request = action.attempt, action.request
     closed = attempt.closed if attempt else None
     if closed is None or attempt is None:
         return Hold(why="attempt_missing")
+    if action.cancel is not None:
+        cancelled = actions.settle_without_effect("cancelled", "action.cancelled", at=at)
+        return Record(events=(cancelled,), why="cancelled_before_another_attempt")
     again = (
         request.mode is Mode.ASYNC
         and request.operation is Operation.RUN_START
@@ -194,9 +198,11 @@ def _closed(action: Action, at: datetime) -> Step:
         return Record(events=(actions.settle_closed(action, at=at),), why="attempt_closed")
     wait = max(BACKOFF_MS[min(len(action.attempts), len(BACKOFF_MS)) - 1], closed.retry_after_ms or 0)
     due = after(closed.at, wait)
-    if due >= action.deadline:
+    if max(due, at) >= action.deadline:
         return Record(events=(actions.settle_closed(action, at=at),), why="no_time_for_another_attempt")
-    return WaitUntil(at=due, why="provider_refused_for_now") if at < due else Claim()
+    if at < due:
+        return WaitUntil(at=due, why="provider_refused_for_now")
+    return Claim() if facts.admitted else WaitUntil(at=action.deadline, why="endpoint_not_admitted")
 
 
 def _unknown(facts: Facts, at: datetime) -> Step:
@@ -315,7 +321,8 @@ def next_run_step(facts: RunFacts, *, at: datetime) -> RunStep:
     if run.ended is not None and seen.open_gap is not None and not facts.live:
         by = "terminal_status" if run.ended.source == "status" else "terminal_frame"
         return RecordRun(stream=stream.end_gap(seen, by, at=at), why="end_known")
-    if not facts.live and stream.may_subscribe(seen, replay, at=at) and (run.ended is None or not seen.subscriptions):
+    subscribes = not facts.live and stream.may_subscribe(seen, replay, at=at)
+    if subscribes and at >= stream.subscribe_from(seen, at=at) and (run.ended is None or not seen.subscriptions):
         return Subscribe()
     if run.ended is not None and (run.confirmed or run.unread is not None or facts.polls >= CONFIRMING_POLLS):
         return Hold(why="stream_open") if facts.live else Finished(why="end_known")

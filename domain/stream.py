@@ -25,9 +25,11 @@ from domain.events import (
     SubscriptionOpened,
 )
 from domain.provider import STREAM_TERMINAL_NAMES, TERMINAL_EVENTS, RawFrame, end_marks
-from domain.values import Fence, Plain, milliseconds
+from domain.values import Fence, Plain, after, milliseconds
 
 REPLAY_WINDOW_MS = 60_000
+RESUME_PAUSE_MS = 1_000
+LIVED_MS = 10_000
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +76,9 @@ class RunStream(msgspec.Struct, frozen=True, kw_only=True):
     open: bool = False
     closed_reason: str = ""
     closed_at: datetime | None = None
+    intended_at: datetime | None = None
+    intended_seq: int = 0
+    lived_until: datetime | None = None
     last_seq: int = 0
     last_id: str = ""
     last_digest: str = ""
@@ -113,7 +118,16 @@ def evolve(stream: RunStream, event: Event, version: int) -> RunStream:
     replace = msgspec.structs.replace
     match event:
         case SubscriptionIntended():
-            return replace(stream, subscriptions=event.number, owner=event.owner, open=True, closed_reason="")
+            return replace(
+                stream,
+                subscriptions=event.number,
+                owner=event.owner,
+                open=True,
+                closed_reason="",
+                intended_at=event.at,
+                intended_seq=stream.last_seq,
+                lived_until=stream.lived_until or event.at,
+            )
         case FramesStored():
             kinds = dict(stream.kinds)
             for kind, count in event.kinds:
@@ -145,7 +159,15 @@ def evolve(stream: RunStream, event: Event, version: int) -> RunStream:
             )
             return replace(stream, gaps=gaps)
         case StreamClosed():
-            return replace(stream, open=False, closed_reason=event.reason, closed_at=event.at)
+            lasted = milliseconds(event.at - stream.intended_at) if stream.intended_at else 0
+            lived = stream.last_seq > stream.intended_seq or lasted >= LIVED_MS
+            return replace(
+                stream,
+                open=False,
+                closed_reason=event.reason,
+                closed_at=event.at,
+                lived_until=event.at if lived else stream.lived_until,
+            )
         case SubscriptionOpened():
             return stream
         case _:
@@ -282,15 +304,23 @@ def terminal_claim(batch: Sequence[Received]) -> tuple[str, dict[str, Any], tupl
 
 
 def may_subscribe(stream: RunStream, replay_advertised: bool, *, at: datetime) -> bool:
-    """On a provider without replay one subscription is opened, ever. With replay the owner resumes within 60 s."""
+    """On a provider without replay one subscription is opened, ever. With replay the owner resumes within 60 s.
+
+    The 60 s begin when a subscription that gave a frame, or lasted ten seconds, was closed; tries that fail at once do
+    not prolong them.
+    """
     if stream.terminal_seq:
         return False
     if stream.subscriptions == 0:
         return True
     if not replay_advertised:
         return False
-    seen = stream.last_frame_at or stream.closed_at
-    return seen is None or milliseconds(at - max(seen, stream.closed_at or seen)) <= REPLAY_WINDOW_MS
+    return stream.lived_until is None or milliseconds(at - stream.lived_until) <= REPLAY_WINDOW_MS
+
+
+def subscribe_from(stream: RunStream, *, at: datetime) -> datetime:
+    """The earliest time for a subscription: at once, or a second after the last one was closed."""
+    return after(stream.closed_at, RESUME_PAUSE_MS) if stream.closed_at else at
 
 
 def intend(stream: RunStream, owner: Fence, *, at: datetime) -> tuple[Event, ...]:
