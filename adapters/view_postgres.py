@@ -258,13 +258,14 @@ class PostgresTables:
 
     def unfinished(self, view: str, after: int, limit: int) -> list[tuple[int, bytes]]:
         """As `Tables.unfinished`."""
-        with self._work() as connection:
+        with self._work(psycopg.IsolationLevel.REPEATABLE_READ) as connection:
+            found = connection.execute(f"{LIVE} and view = %s", (view,)).fetchone()
+            if found is None:
+                return []
             return connection.execute(
-                "select r.position, r.doc from view_places p"
-                " join view_rows r on r.view = p.view and r.generation = p.generation"
-                " where p.live and p.view = %s and r.listed and r.open and r.position > %s"
-                " order by r.position limit %s",
-                (view, after, limit),
+                "select position, doc from view_rows where view = %s and generation = %s and listed and open"
+                " and position > %s order by position limit %s",
+                (view, _place(found).generation, after, limit),
                 binary=True,
             ).fetchall()
 
