@@ -52,10 +52,11 @@ def sealing_time(command: Command) -> datetime | None:
     return max((event.at for change in command.changes for event in change.events), default=None)
 
 
-def encode(command: Command, event_ids: Sequence[str], vault: Sealer) -> list[Stored]:
-    """The rows of a command, in its order; one fresh id for each event. Every `Plain` becomes `Sealed`.
+def encode(command: Command, event_ids: Sequence[str], vault: Sealer) -> list[tuple[Stored, Recorded]]:
+    """The rows of a command, in its order, each with what `decode` gives for it; one fresh id for each event.
 
-    Raises `ValueError` for private content without a scope and for text that is not Unicode.
+    Every `Plain` becomes `Sealed`. Positions are 0: they come with the commit. Raises `ValueError` for private content
+    without a scope and for text that is not Unicode.
     """
     at = sealing_time(command)
     ids = iter(event_ids)
@@ -68,8 +69,17 @@ def encode(command: Command, event_ids: Sequence[str], vault: Sealer) -> list[St
                     raise ValueError(f"private content without a scope in {change.history}")
                 return vault.seal(content, change.scope, at, change.history, version)
 
-            state = encode_event(_sealed(event, seal), next(ids), command.fence, command.cause)
-            rows.append(Stored(history=change.history, version=version, topic=event.topic, state=state))
+            recorded = Recorded(
+                history=change.history,
+                version=version,
+                position=0,
+                event_id=next(ids),
+                event=_sealed(event, seal),
+                fence=command.fence,
+                cause=command.cause,
+            )
+            state = encode_event(recorded.event, recorded.event_id, command.fence, command.cause)
+            rows.append((Stored(history=change.history, version=version, topic=event.topic, state=state), recorded))
     return rows
 
 
@@ -151,7 +161,7 @@ def _sealed(value: Any, seal: Callable[[bytes], Sealed]) -> Any:
     if isinstance(value, Plain):
         return seal(value.content)
     if isinstance(value, msgspec.Struct):
-        members = {name: getattr(value, name) for name in value.__struct_fields__}
+        members = {name: getattr(value, name) for name in _private_members(type(value))}
         changed = {name: new for name, old in members.items() if (new := _sealed(old, seal)) is not old}
         return msgspec.structs.replace(value, **changed) if changed else value
     if isinstance(value, tuple):
@@ -165,10 +175,23 @@ def _boxes(value: Any) -> list[Sealed]:
     if isinstance(value, Sealed):
         return [value]
     if isinstance(value, msgspec.Struct):
-        return [box for name in value.__struct_fields__ for box in _boxes(getattr(value, name))]
+        return [box for name in _private_members(type(value)) for box in _boxes(getattr(value, name))]
     if isinstance(value, tuple):
         return [box for item in value for box in _boxes(item)]
     return []
+
+
+@cache
+def _private_members(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """The members of a struct that may hold private content, at any depth."""
+    hints = get_type_hints(kind)
+    return tuple(name for name in kind.__struct_fields__ if _may_be_private(hints[name]))
+
+
+def _may_be_private(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return annotation in (Plain, Sealed) or bool(_private_members(annotation))
+    return any(map(_may_be_private, get_args(annotation)))
 
 
 @cache

@@ -125,7 +125,8 @@ class JournalStore:
         A command that adds to a fence history takes over from exactly the sequence that it expects: Conflict when
         another one is current.
         """
-        rows = await self._rows(command)
+        written = await self._written(command)
+        rows = [row for row, _ in written]
         takeover = next((row for row in rows if row.history.startswith(FENCE_PREFIX)), None)
         try:
             if takeover is None:
@@ -145,7 +146,7 @@ class JournalStore:
         except ValueError as error:
             raise NotStored(str(error)) from error
         if outcome.verdict is Verdict.COMMITTED:
-            return _recorded(rows, takeover, outcome.position)
+            return _recorded(written, takeover, outcome.position)
         if takeover is not None and outcome.verdict in (Verdict.FENCED, Verdict.UNLEASED):
             raise await self._why_no_takeover(command.fence, outcome)
         raise REFUSALS[outcome.verdict](outcome.detail)
@@ -173,7 +174,7 @@ class JournalStore:
         except NotConfirmed as error:
             raise AppendUnknown(str(error)) from error
 
-    async def _rows(self, command: Command) -> list[Stored]:
+    async def _written(self, command: Command) -> list[tuple[Stored, Recorded]]:
         at = sealing_time(command)
         ids = [self._new_id("evt_") for change in command.changes for _ in change.events]
         if at is None:
@@ -196,12 +197,11 @@ class JournalStore:
         return Conflict(outcome.detail)
 
 
-def _recorded(rows: list[Stored], takeover: Stored | None, last: int) -> tuple[Recorded, ...]:
-    """The rows as events. One insert stores a command, so its positions are consecutive and end at `last`."""
-    order = [row for row in rows if row is takeover] + [row for row in rows if row is not takeover]
-    first = last - len(rows) + 1
-    places = {(row.history, row.version): first + place for place, row in enumerate(order)}
-    return tuple(decode(msgspec.structs.replace(row, position=places[row.history, row.version])) for row in rows)
+def _recorded(written: list[tuple[Stored, Recorded]], takeover: Stored | None, last: int) -> tuple[Recorded, ...]:
+    """The events at their positions. One insert stores a command, so these are consecutive and end at `last`."""
+    order = sorted(range(len(written)), key=lambda place: written[place][0] is not takeover)
+    positions = dict(zip(order, range(last - len(written) + 1, last + 1), strict=True))
+    return tuple(msgspec.structs.replace(event, position=positions[place]) for place, (_, event) in enumerate(written))
 
 
 def _tolerant(row: Stored) -> Recorded | Unreadable:

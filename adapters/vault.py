@@ -9,7 +9,6 @@ put. Digests of content are keyed too: after erasure nobody can confirm a guess 
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
 import threading
 import zlib
@@ -205,16 +204,18 @@ class Vault:
             self._ids.clear()
             self._ciphers.clear()
             self._emptied_at = at
-        owners = {self._owner(scope, at) for scope in scopes}
+        owners = {_owner(scope, at) for scope in scopes}
         while missing := owners - self._ids.keys():
             for owner in missing:
-                row = await self._keys.find(*owner) or await self._keys.offer(self._make(*owner))
+                tenant, principal, month = owner
+                wanted = (tenant, self._principal_digest(tenant, principal), month)
+                row = await self._keys.find(*wanted) or await self._keys.offer(self._make(*wanted))
                 self._ciphers[row.id] = self._unwrap(row)
                 self._ids[owner] = row.id
 
     def seal(self, content: bytes, scope: PrivateScope, at: datetime, history: str, version: int) -> Sealed:
         """Content as it is stored at this place. The scope was prepared for the month of `at`."""
-        key = self._ids[self._owner(scope, at)]
+        key = self._ids[_owner(scope, at)]
         packed = _STORED_AS_IS + content
         if len(content) > COMPRESS_ABOVE:
             packed = min(packed, _COMPRESSED + zlib.compress(content), key=len)
@@ -238,23 +239,18 @@ class Vault:
 
     def digest(self, content: bytes) -> str:
         """HMAC-SHA256 under a key derived from the master key: 64 hex digits."""
-        return hmac.new(self._digesting, content, hashlib.sha256).hexdigest()
+        return hmac.digest(self._digesting, content, "sha256").hex()
 
     async def forget(self, tenant: str, principal: str, month: str) -> int:
         """Destroy the data key of a principal and month (``YYYY-MM``), and so its content; how many keys are gone."""
-        owner = (tenant, self._principal_digest(tenant, principal), month)
-        gone = await self._keys.delete(*owner)
-        self._ids.pop(owner, None)
+        gone = await self._keys.delete(tenant, self._principal_digest(tenant, principal), month)
+        self._ids.pop((tenant, principal, month), None)
         for key in gone:
             self._ciphers.pop(key, None)
         return len(gone)
 
-    def _owner(self, scope: PrivateScope, at: datetime) -> tuple[str, str, str]:
-        digest = self._principal_digest(scope.tenant, scope.principal)
-        return (scope.tenant, digest, at.astimezone(UTC).strftime("%Y-%m"))
-
     def _principal_digest(self, tenant: str, principal: str) -> str:
-        return hmac.new(self._naming, canonical([tenant, principal]), hashlib.sha256).hexdigest()
+        return hmac.digest(self._naming, canonical([tenant, principal]), "sha256").hex()
 
     def _make(self, tenant: str, principal_digest: str, month: str) -> DataKey:
         key_id, nonce = "dk" + self._entropy(10).hex(), self._entropy(NONCE_BYTES)
@@ -275,6 +271,12 @@ class Vault:
 def _row(values: tuple[Any, ...]) -> DataKey:
     key, tenant, principal_digest, month, wrapped = values
     return DataKey(id=key, tenant=tenant, principal_digest=principal_digest, month=month, wrapped=wrapped)
+
+
+def _owner(scope: PrivateScope, at: datetime) -> tuple[str, str, str]:
+    """Whose data key it is, and of which month of UTC."""
+    day = at.astimezone(UTC)
+    return (scope.tenant, scope.principal, f"{day.year:04}-{day.month:02}")
 
 
 def _derived(master: bytes, purpose: str) -> bytes:

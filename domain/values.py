@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any
@@ -107,17 +106,15 @@ class PrivateScope(msgspec.Struct, frozen=True, kw_only=True):
     principal: str
 
 
+_CANONICAL = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def canonical(value: Any) -> bytes:
-    """Canonical JSON (AIP 4): keys sorted by UTF-8 bytes at every depth, compact, nothing dropped."""
+    """Canonical JSON (AIP 4): keys sorted by UTF-8 bytes at every depth, compact, nothing dropped.
 
-    def ordered(item: Any) -> Any:
-        if isinstance(item, Mapping):
-            return {key: ordered(item[key]) for key in sorted(item, key=lambda name: str(name).encode())}
-        if isinstance(item, list | tuple):
-            return [ordered(element) for element in item]
-        return item
-
-    return json.dumps(ordered(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    Code points and the bytes of their UTF-8 have the same order.
+    """
+    return _CANONICAL.encode(value).encode()
 
 
 def sha256(data: bytes) -> str:

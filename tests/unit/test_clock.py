@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 from datetime import UTC
 
@@ -31,3 +32,16 @@ async def test_sleeping_lasts_at_least_as_long_as_asked() -> None:
     began = CLOCK.monotonic()
     await CLOCK.sleep(0.01)
     assert CLOCK.monotonic() - began >= 0.01
+
+
+def test_a_child_process_is_given_other_random_bytes_than_its_parent() -> None:
+    CLOCK.entropy(1)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writer, CLOCK.entropy(32))
+        os._exit(0)
+    os.waitpid(child, 0)
+    given = os.read(reader, 32)
+    assert len(given) == 32
+    assert given != CLOCK.entropy(32)

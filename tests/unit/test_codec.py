@@ -46,7 +46,7 @@ def ready_vault() -> Vault:
 def rows_of(*events: Event, vault: Vault, history: str = HISTORY) -> list[Stored]:
     change = Change(history=history, expected=4, events=events, scope=SCOPE)
     command = Command(changes=(change,), fence=Fence("host-1", 3), cause="because")
-    return encode(command, [f"evt_{number}" for number in range(len(events))], vault)
+    return [row for row, _ in encode(command, [f"evt_{number}" for number in range(len(events))], vault)]
 
 
 def boxes(value: Any) -> Iterator[Sealed]:
