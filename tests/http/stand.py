@@ -198,7 +198,7 @@ class Stand:
 
     async def get(self, path: str, who: str = "ada", **params: Any) -> httpx.Response:
         """A read."""
-        return await self.call("GET", path, who, params=params)
+        return await self.call("GET", path, who, params=params or None)
 
     async def submit(self, capability: str = START, who: str = "ada", **members: Any) -> httpx.Response:
         """A submission with a fresh key unless one is given."""
