@@ -53,15 +53,17 @@ class MemoryJournal:
         self, replica: str, state: bytes, topic: str, *, sequence: int | None = None, deadline_s: float = 30.0
     ) -> int:
         """See `Journal.take_sequence`."""
-        current = self._current(replica)
-        wanted = current + 1 if sequence is None else sequence
-        if wanted <= current:
-            raise NotTaken(Outcome(Verdict.FENCED, 0, f"sequence {current} is stored"))
-        row = Stored(history=fence_history(replica), version=wanted, topic=topic, state=state)
-        outcome = await self._append([row], None, Takeover(replica, current), deadline_s, None)
-        if outcome.verdict is not Verdict.COMMITTED:
-            raise NotTaken(outcome)
-        return wanted
+        while True:
+            current = self._current(replica)
+            wanted = current + 1 if sequence is None else sequence
+            if wanted <= current:
+                raise NotTaken(Outcome(Verdict.FENCED, 0, f"sequence {current} is stored"))
+            row = Stored(history=fence_history(replica), version=wanted, topic=topic, state=state)
+            outcome = await self._append([row], None, Takeover(replica, current), deadline_s, None)
+            if outcome.verdict is Verdict.COMMITTED:
+                return wanted
+            if outcome.verdict is not Verdict.FENCED:
+                raise NotTaken(outcome)
 
     async def expire(
         self,

@@ -104,6 +104,17 @@ class JournalContract:
         assert refused.value.outcome.verdict is Verdict.FENCED
         assert await journal.take_sequence("one", b"c", "lease.taken") == 8
 
+    async def test_hosts_that_take_a_sequence_at_the_same_time_get_different_ones(self, journal: AnyJournal) -> None:
+        taken: list[int] = []
+
+        async def take(number: int) -> None:
+            taken.append(await journal.take_sequence("one", b"%d" % number, "lease.taken"))
+
+        async with anyio.create_task_group() as group:
+            for number in range(5):
+                group.start_soon(take, number)
+        assert sorted(taken) == [1, 2, 3, 4, 5]
+
     async def test_another_replica_expires_exactly_the_sequence_it_watched(self, journal: AnyJournal) -> None:
         await journal.take_sequence("one", b"a", "lease.taken")
         await journal.take_sequence("two", b"b", "lease.taken")
