@@ -14,8 +14,7 @@ import msgspec
 from eventsourcing.persistence import PersistenceError
 
 from adapters.codec import decode, encode, encode_event, sealing_time
-from adapters.command import FENCE_PREFIX, Outcome, Stored, Verdict, fence_history
-from adapters.journal import NotConfirmed, NotTaken
+from adapters.command import FENCE_PREFIX, NotConfirmed, NotTaken, Outcome, Stored, Verdict, fence_history
 from adapters.vault import Vault
 from domain.errors import HostError, IntegrityFault
 from domain.events import Command, Recorded, SequenceTaken
