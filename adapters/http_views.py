@@ -228,10 +228,10 @@ async def needs(ports: HttpPorts, call: Call) -> Answer | Feed:
     scope = {"tenant": call.actor.tenant, "principal": owner_filter(call.actor, READ)}
     if query.follow:
         return _follow_needs(ports, call, scope, sse.given_cursor(call, query.cursor))
-    found: list[dict[str, Any]] = []
+    waiting: dict[str, dict[str, Any]] = {}
     async for rows in _all_rows(ports, _needs_filter(call, waiting=True), 0):
-        found += needs_person(rows)
-    found.sort(key=lambda entry: (entry["position"], entry["id"]))
+        waiting |= {entry["id"]: entry for entry in needs_person(rows)}
+    found = sorted(waiting.values(), key=lambda entry: (entry["position"], entry["id"]))
     place = read_list_cursor(digest, "needs-person", scope, query.cursor)
     left = [entry for entry in found if place is None or [entry["position"], entry["id"]] > place]
     page = left[: query.limit]
@@ -260,8 +260,8 @@ def _follow_needs(ports: HttpPorts, call: Call, scope: dict[str, str], cursor: s
         found: list[dict[str, Any]] = []
         async for rows in _all_rows(ports, _needs_filter(call, waiting=place is None), place or 0):
             found += needs_person(rows) if place is None else needs_after(rows, place)
-        told = [entry for entry in found if entry["position"] <= told_up_to]
-        told.sort(key=lambda entry: (entry["position"], entry["id"]))
+        new = {entry["id"]: entry for entry in found if entry["position"] <= told_up_to}  # a row may be read twice
+        told = sorted(new.values(), key=lambda entry: (entry["position"], entry["id"]))
         return sse.Step(
             frames=tuple(sse.frame(entry["kind"], {"event": entry}, entry["id"]) for entry in told),
             cursor=list_cursor(digest, "needs-feed", scope, max(told_up_to, place or 0)),
