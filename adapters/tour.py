@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from adapters.client import CallFailed, segment
-from adapters.tour_stage import Stage, until
+from adapters.client import CallFailed
+from adapters.conversation import until
+from adapters.tour_stage import START_S, Stage
 
 LONG = "SLEEP 60"
 UNKNOWN_CODE = "connector.hermes_agent.outcome_unknown"
@@ -54,9 +55,9 @@ class _Tour:
             doubtful = self._host_killed()
             ledger = self._count()
             views = {
-                "first_run": stage.run(first),
-                "lost_run": stage.run(lost),
-                "explained": stage.admin.get(f"/views/actions/{segment(doubtful)}").body,
+                "first_run": stage.talk().run(first),
+                "lost_run": stage.talk().run(lost),
+                "explained": stage.talk().explained(doubtful),
                 "recovery": stage.admin.get("/views/recovery").body,
             }
         seconds = round(stage.clock.monotonic() - began, 1)
@@ -77,16 +78,16 @@ class _Tour:
     def _started(self, prompt: str, key: str) -> str:
         """Start a run; its handle."""
         self._claims["start"] += 1
-        result = self._stage.submit("run_start", {"body": {"input": prompt}}, key)
+        result = self._stage.talk().submit("run_start", {"body": {"input": prompt}}, key)
         return str(result.get("output", {}).get("run_id", ""))
 
     def _start(self) -> str:
         self._open("1. Start a run and read its end")
         run_id = self._started("TEXT good morning", "tour-start")
         self._expect("the start settles with the provider's receipt", run_id.startswith("run_"))
-        view = self._stage.run_in(run_id, "completed", "failed", "unknown")
+        view = self._stage.talk().run_in(run_id, "completed", "failed", "unknown")
         self._expect("the run completes on terminal evidence", view["state"] == "completed" and view["end"]["known"])
-        again = self._stage.submit("run_start", {"body": {"input": "TEXT good morning"}}, "tour-start")
+        again = self._stage.talk().submit("run_start", {"body": {"input": "TEXT good morning"}}, "tour-start")
         output = again.get("output", {})
         same = output.get("run_id") == run_id and output.get("idempotent_replay") is True
         self._expect("the same key answers the same run, and nothing is sent", same)
@@ -96,39 +97,31 @@ class _Tour:
         self._open("2. A command that must be approved, by somebody else than who asks")
         stage = self._stage
         run_id = self._started("ASK rm -rf /srv/tour-example", "tour-ask")
-        asks = stage.asked(run_id)
+        asks = stage.talk().asked(run_id)["pending_approvals"]
         self._expect("the run waits with one request to be reviewed", len(asks) == 1)
         given = {"run_id": run_id, "choice": "once", "reviewed": asks[0]["digest"]}
-        pending = stage.submit("run_approval", given, "tour-choice")
+        pending = stage.talk().submit("run_approval", given, "tour-choice")
         self._expect("the choice waits for a decision; nothing is sent", pending["status"] == "pending_approval")
         self._expect("no choice has reached the provider", stage.ledger()["requests"].get("approval", 0) == 0)
         approval_id = pending["output"]["approval_id"]
-        code = self._refused(approval_id)
+        code = stage.talk().own_decision(approval_id)
         self._expect(f"the requester may not decide its own request: {code}", code.startswith("policy."))
         self._claims["approval"] += 1
-        result = stage.decided(approval_id)
+        result = stage.talk().decide(approval_id)
         self._expect("approved by a second principal, the choice is sent once", result["status"] == "completed")
-        ended = stage.run_in(run_id, "completed", "failed", "unknown")
+        ended = stage.talk().run_in(run_id, "completed", "failed", "unknown")
         self._expect("the run goes on and completes", ended["state"] == "completed")
-
-    def _refused(self, approval_id: str) -> str:
-        try:
-            body = {"decision": "approved", "reason": "my own"}
-            self._stage.admin.post(f"/aip/v1/approvals/{segment(approval_id)}/decision", body)
-        except CallFailed as error:
-            return error.code
-        return ""
 
     def _stop(self) -> None:
         self._open("3. Stop a run and follow it to its end")
         stage = self._stage
         run_id = self._started(LONG, "tour-long")
-        stage.run_in(run_id, "running")
-        pending = stage.submit("run_stop", {"run_id": run_id}, "tour-stop")
+        stage.talk().run_in(run_id, "running")
+        pending = stage.talk().submit("run_stop", {"run_id": run_id}, "tour-stop")
         self._claims["stop"] += 1
-        result = stage.decided(pending["output"]["approval_id"])
+        result = stage.talk().decide(pending["output"]["approval_id"])
         self._expect("the stop is taken: a receipt, not an end", result["status"] == "completed")
-        view = stage.run_in(run_id, "cancelled", "completed", "failed", "unknown")
+        view = stage.talk().run_in(run_id, "cancelled", "completed", "failed", "unknown")
         self._expect("later evidence proves the run cancelled", view["state"] == "cancelled" and view["end"]["known"])
 
     def _lost_receipt(self) -> None:
@@ -137,14 +130,14 @@ class _Tour:
         stage.fault(kind="drop", route="start", carried_out=True)
         self._claims["start"] += 1
         given = {"body": {"input": "TEXT lost receipt"}}
-        first = stage.submit("run_start", given, "tour-lost")
+        first = stage.talk().submit("run_start", given, "tour-lost")
         code = (first.get("error") or {}).get("code")
         self._expect(
             "the outcome is told as unknown, not as failed",
             first["status"] == "requires_human" and code == UNKNOWN_CODE,
         )
         before = stage.ledger()["starts_received"]
-        again = stage.submit("run_start", given, "tour-lost")
+        again = stage.talk().submit("run_start", given, "tour-lost")
         self._expect("the same key answers the same unknown Action", again["action_id"] == first["action_id"])
         self._expect("and the provider received no second start", stage.ledger()["starts_received"] == before)
 
@@ -152,11 +145,11 @@ class _Tour:
         self._open("5. Hermes is killed while a run works")
         stage = self._stage
         run_id = self._started(LONG, "tour-killed")
-        stage.run_in(run_id, "running")
+        stage.talk().run_in(run_id, "running")
         stage.kill_hermes()
         self._tell("  SIGKILL to Hermes; it starts again and knows none of its runs")
         stage.start_hermes()
-        view = stage.run_in(run_id, "unknown", "completed", "failed", "cancelled")
+        view = stage.talk().run_in(run_id, "unknown", "completed", "failed", "cancelled")
         lost = view["state"] == "unknown" and view["unknown_reason"] == "evidence_lost"
         self._expect("the run is told as unknown: its evidence is lost", lost)
         self._expect("no end is claimed for it", not view["end"]["known"])
@@ -165,7 +158,7 @@ class _Tour:
     def _host_killed(self) -> str:
         self._open("6. The host is killed between claim and receipt")
         stage = self._stage
-        until(lambda: stage.ready() or None, "a host that takes work again")
+        until(lambda: stage.ready() or None, "a host that takes work again", START_S)
         before = stage.ledger()["starts_received"]
         stage.fault(kind="hang", route="start", carried_out=True, seconds=30.0)
         given, seen = {"body": {"input": "TEXT while the host dies"}}, list[CallFailed]()
@@ -173,24 +166,24 @@ class _Tour:
 
         def ask() -> None:
             try:
-                stage.submit("run_start", given, "tour-host")
+                stage.talk().submit("run_start", given, "tour-host")
             except CallFailed as error:
                 seen.append(error)
 
         caller = threading.Thread(target=ask)
         caller.start()
-        until(lambda: stage.ledger()["starts_received"] > before or None, "the start to reach the provider")
+        until(lambda: stage.ledger()["starts_received"] > before or None, "the start to reach the provider", START_S)
         stage.kill_host()
         caller.join()
         self._tell("  SIGKILL to the host while it waits for the receipt; its database dies with it")
         told = bool(seen) and seen[0].code == "client.answer_lost" and seen[0].unknown
         self._expect("the caller's client says: unknown, repeat with the same key", told)
         self._tell(f"  the host is started again, process {stage.start_host()}")
-        again = stage.submit("run_start", given, "tour-host")
+        again = stage.talk().submit("run_start", given, "tour-host")
         self._expect("the repeated key finds the claim: outcome unknown", again["status"] == "requires_human")
         after = stage.ledger()["starts_received"]
         self._expect("and no second start was sent", after == before + 1)
-        explained = stage.admin.get(f"/views/actions/{segment(again['action_id'])}").body
+        explained = stage.talk().explained(again["action_id"])
         for fact in explained["facts_known"]:
             self._tell(f"    known    {fact['fact']}")
         for fact in explained["facts_unknown"]:

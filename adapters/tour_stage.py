@@ -8,22 +8,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from adapters.client import Api, CallFailed, segment
+from adapters.client import Api, CallFailed
 from adapters.clock import SystemClock
+from adapters.conversation import Conversation, until
 from adapters.credentials import bearer_key, write_secret
 from domain.errors import HostError
 
 START_S = 60.0
 END_S = 20.0
-LOOK_S = 0.05
 ENDPOINT = "practice"
-_Seen = TypeVar("_Seen")
-_PAUSE = threading.Event()
 
 _CONFIG = """\
 [public]
@@ -49,17 +46,6 @@ api_key_file = "hermes-key"
 display_name = "Practice Hermes"
 approvals_mode = "manual"
 """
-
-
-def until(look: Callable[[], _Seen | None], what: str, seconds: float = START_S) -> _Seen:
-    """Look again and again until there is something. HostError ``connector_host.not_ready`` says what never came."""
-    clock = SystemClock()
-    give_up = clock.monotonic() + seconds
-    while (seen := look()) is None:
-        if clock.monotonic() > give_up:
-            raise HostError("connector_host.not_ready", f"Waited {seconds:.0f} s in vain for {what}.")
-        _PAUSE.wait(LOOK_S)
-    return seen
 
 
 class Stage:
@@ -100,7 +86,7 @@ class Stage:
         command = [sys.executable, "-m", "adapters.practice_hermes", "--port", port, "--key-file", str(key)]
         command += ["--state-file", str(self.folder / "hermes-state.jsonl"), "--address-file", str(address)]
         self._hermes = self._spawn(command, "hermes.log", subprocess.DEVNULL)
-        until(lambda: address.exists() or None, "the practice Hermes")
+        until(lambda: address.exists() or None, "the practice Hermes", START_S)
         self._origin = address.read_text("utf-8").strip()
         return self._hermes.pid
 
@@ -131,7 +117,7 @@ class Stage:
         self._host = self._spawn(command, "host.log", subprocess.PIPE)
         told = self._first_told(self._host)
         self.public, self.operational = told["public"], told["operational"]
-        until(lambda: self.ready() or None, "a ready host")
+        until(lambda: self.ready() or None, "a ready host", START_S)
         return self._host.pid
 
     def _first_told(self, process: subprocess.Popen[bytes]) -> dict[str, str]:
@@ -174,53 +160,6 @@ class Stage:
         with (self.folder / log).open("ab") as errors:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors)
 
-    # ---- calls -------------------------------------------------------------------------------------------------------
-
-    def submit(self, operation: str, given: dict[str, Any], key: str) -> dict[str, Any]:
-        """Submit one Action as the admin; its ``action_result``."""
-        body = {"capability_id": f"cap:hermes_agent:{ENDPOINT}:{operation}", "input": given}
-        told = self.admin.post("/aip/v1/actions", body, key=key).body
-        result: dict[str, Any] = told["action_result"]
-        return result
-
-    def run(self, run_id: str) -> dict[str, Any]:
-        """The view of a run; empty while the view has not reached it."""
-        try:
-            return self.admin.get(f"/views/runs/{segment(run_id)}").body
-        except CallFailed as error:
-            if error.status != 404:
-                raise
-            return {}
-
-    def run_in(self, run_id: str, *states: str) -> dict[str, Any]:
-        """The view of a run once it is in one of these states."""
-
-        def look() -> dict[str, Any] | None:
-            view = self.run(run_id)
-            return view if view.get("state") in states else None
-
-        return until(look, f"the run to be {' or '.join(states)}")
-
-    def asked(self, run_id: str) -> list[dict[str, Any]]:
-        """The provider's requests that wait for a choice, once there are any."""
-        return until(lambda: self.run(run_id).get("pending_approvals") or None, "the provider to ask")
-
-    def decided(self, approval_id: str) -> dict[str, Any]:
-        """Approve as the approver, and the Action's settled result."""
-        body = {"decision": "approved", "reason": "tour"}
-        self.approver.post(f"/aip/v1/approvals/{segment(approval_id)}/decision", body)
-        return self.result(approval_id.removeprefix("appr_"))
-
-    def result(self, action_id: str) -> dict[str, Any]:
-        """The result of an Action once it is neither pending nor missing."""
-
-        def look() -> dict[str, Any] | None:
-            try:
-                told = self.admin.get(f"/aip/v1/actions/{segment(action_id)}/result").body["action_result"]
-            except CallFailed as error:
-                if error.code != "action.result_not_ready":
-                    raise
-                return None
-            return None if told["status"] == "pending_approval" else dict(told)
-
-        return until(look, "a result")
+    def talk(self) -> Conversation:
+        """The two principals and the host as it listens now."""
+        return Conversation(asker=self.admin, approver=self.approver, endpoint_id=ENDPOINT, wait_s=START_S)
