@@ -338,7 +338,7 @@ def asking(
 
 def stored(history: History, *batch: Received) -> History:
     """A batch of frames is stored, if it says anything new."""
-    kept = streams.store_frames(stream(history), batch, "b" * 64)
+    kept = streams.store_frames(stream(history), batch, "b" * 64) if batch else None
     return history if kept is None else (*history, kept)
 
 
