@@ -29,7 +29,7 @@ from domain.events import (
 )
 from domain.provider import TERMINAL_EVENTS, RawFrame
 from domain.stream import view_frame
-from domain.values import Operation, Sealed, rfc3339, sha256
+from domain.values import Operation, Sealed, rfc3339
 from projections.masking import REDACTED, mask, mask_text
 
 EVENT_BYTES = 256 * 1024
@@ -222,12 +222,6 @@ def closing_chunk(action: Action) -> dict[str, Any] | None:
         "kind": "error",
         "data": {"operation": action.request.operation.value, "reason": LOST_END},
     }
-
-
-def chunk_event_id(action_id: str, sequence: int) -> str:
-    """The event id of a chunk (AIP 13.6)."""
-    label = f"{CHUNK_EVENT}.event.v1\0{action_id}\0".encode() + sequence.to_bytes(8, "big")
-    return "evt_stream_" + sha256(label)
 
 
 # ---- the output of run_events ----------------------------------------------------------------------------------------
