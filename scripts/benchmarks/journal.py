@@ -122,9 +122,9 @@ class Account(Aggregate):
 
 
 @contextmanager
-def beside_library(world: World) -> Iterator[tuple[Measure, Measure]]:
-    """The library's application, one `save()` of two events for each caller in a thread of its own."""
-    parts = conninfo_to_dict(world.database())
+def library_saves(dsn: str) -> Iterator[Callable[[], None]]:
+    """The library's application on an empty database; a call saves two events with one commit."""
+    parts = conninfo_to_dict(dsn)
     application: Application[Any] = Application(
         {
             "PERSISTENCE_MODULE": "eventsourcing.postgres",
@@ -142,9 +142,22 @@ def beside_library(world: World) -> Iterator[tuple[Measure, Measure]]:
         account.change(TEXT)
         application.save(account)
 
-    with load(world.database()) as ours:
-        yield ours.run, lambda seconds: in_threads(save, seconds)
+    yield save
     application.close()
+
+
+@contextmanager
+def library(dsn: str) -> Iterator[Measure]:
+    """Its saves in a second from as many threads as there are callers."""
+    with library_saves(dsn) as save:
+        yield lambda seconds: in_threads(save, seconds)
+
+
+@contextmanager
+def beside_library(world: World) -> Iterator[tuple[Measure, Measure]]:
+    """The journal against the library, each in a database of its own."""
+    with load(world.database()) as ours, library(world.database()) as theirs:
+        yield ours.run, theirs
 
 
 def in_threads(call: Callable[[], None], seconds: float) -> float:
