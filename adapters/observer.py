@@ -74,6 +74,7 @@ class Watched:
         self.lock = anyio.Lock()
         self.polled_at: datetime | None = None
         self.polls = 0
+        self.spread = 0.0
         self.loaded_at = float("-inf")
         self.bell = Bell()
 
@@ -181,6 +182,7 @@ class Observer:
                 live=watched.live is not None,
                 polled_at=watched.polled_at,
                 polls=watched.polls,
+                spread=watched.spread,
             ),
             at=now,
         )
@@ -289,7 +291,7 @@ class Observer:
     async def _poll(self, watched: Watched) -> None:
         provider = self._endpoints[watched.endpoint_id]
         exchange = await provider.read(status_request(watched.run_id, self.trusted(watched.run)))
-        watched.polled_at = self._clock.now()
+        watched.polled_at, watched.spread = self._clock.now(), self._clock.jitter()
         watched.polls = 0 if await self._keep_status(watched, exchange) else watched.polls + 1
 
     async def _keep_status(self, watched: Watched, exchange: Exchange) -> bool:

@@ -296,7 +296,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a decision about observing one run rests on.
 
     ``live`` says that this process reads the run's stream now. ``polled_at`` and ``polls`` tell this process's own
-    status reads since the last change.
+    status reads since the last change; ``spread`` (0 up to 1) lengthens the next pause by up to a quarter, so that many
+    runs do not ask at once.
     """
 
     run: Run
@@ -305,6 +306,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     live: bool = False
     polled_at: datetime | None = None
     polls: int = 0
+    spread: float = 0.0
 
 
 def next_run_step(facts: RunFacts, *, at: datetime) -> RunStep:
@@ -340,7 +342,8 @@ def _next_poll(facts: RunFacts) -> datetime | None:
         ladder = POLL_LOST_MS
     else:
         ladder = POLL_LIVE_MS if facts.live and facts.run.ended is None else POLL_BLIND_MS
-    return after(facts.polled_at, ladder[min(facts.polls, len(ladder) - 1)])
+    pause = ladder[min(facts.polls, len(ladder) - 1)]
+    return after(facts.polled_at, int(pause * (1 + facts.spread / 4)))
 
 
 def _soonest(due: datetime, run: Run) -> datetime:
