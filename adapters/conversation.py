@@ -17,6 +17,8 @@ from adapters.clock import SystemClock
 from domain.errors import HostError
 
 LOOK_S = 0.05
+NOT_NOW_S = 0.5
+NOT_NOW = ("connector_host.not_ready", "connector_host.capacity")
 ENDED = ("completed", "failed", "cancelled", "interrupted", "unknown")
 _Seen = TypeVar("_Seen")
 _PAUSE = threading.Event()
@@ -42,9 +44,18 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 60.0
 
     def submit(self, operation: str, given: dict[str, Any], key: str = "") -> dict[str, Any]:
-        """Submit one Action and wait for its ``action_result``."""
+        """Submit one Action and wait for its ``action_result``; again while the host takes no work for the moment."""
         body = {"capability_id": f"cap:hermes_agent:{self.endpoint_id}:{operation}", "input": given}
-        told = self.asker.post("/aip/v1/actions", body, key=key).body
+
+        def attempt() -> dict[str, Any] | None:
+            try:
+                return self.asker.post("/aip/v1/actions", body, key=key).body
+            except CallFailed as error:
+                if error.code not in NOT_NOW:
+                    raise
+                return None
+
+        told = until(attempt, f"the host to take a {operation}", self.wait_s, pause_s=NOT_NOW_S)
         if "action_result" in told:
             return dict(told["action_result"])
         return self.result(told["ack"]["action_id"])

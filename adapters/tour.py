@@ -158,7 +158,6 @@ class _Tour:
     def _host_killed(self) -> str:
         self._open("6. The host is killed between claim and receipt")
         stage = self._stage
-        until(lambda: stage.ready() or None, "a host that takes work again", START_S)
         before = stage.ledger()["starts_received"]
         stage.fault(kind="hang", route="start", carried_out=True, seconds=30.0)
         given, seen = {"body": {"input": "TEXT while the host dies"}}, list[CallFailed]()

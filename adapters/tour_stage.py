@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from adapters.client import Api, CallFailed
 from adapters.clock import SystemClock
@@ -128,7 +128,7 @@ class Stage:
         for line in output:
             told = json.loads(line) if line.startswith(b"{") else {}
             if "ready" in told:
-                threading.Thread(target=output.read, daemon=True).start()
+                threading.Thread(target=_drop, args=(output,), daemon=True).start()
                 return dict(told["ready"])
         log = (self.folder / "host.log").read_text("utf-8", "replace")[-2000:]
         raise HostError("connector_host.not_ready", f"The host ended while it started: {log}")
@@ -163,3 +163,8 @@ class Stage:
     def talk(self) -> Conversation:
         """The two principals and the host as it listens now."""
         return Conversation(asker=self.admin, approver=self.approver, endpoint_id=ENDPOINT, wait_s=START_S)
+
+
+def _drop(output: IO[bytes]) -> None:
+    with output:
+        output.read()

@@ -113,7 +113,7 @@ def start(trial: Trial) -> None:
 def stream(trial: Trial) -> None:
     """3: the one reader sees ordered frames and the end."""
     trial.need(trial.permits.start_runs, "--start-runs")
-    run_id = trial.keep("first run", trial.finished_run)
+    run_id = trial.keep("first run", _finished(trial))
     view = trial.talk.run_where(
         run_id, "be read to its end", lambda view: not view["events"]["open"] and view["events"]["closed"] is not None
     )
@@ -167,6 +167,12 @@ def approval(trial: Trial) -> None:
     trial.see("one choice was sent to the run that was named", len(after["choices"]) == 1)
     other = trial.talk.run(right)
     trial.see("the other run still waits, untouched", len(other["pending_approvals"]) == 1 and not other["choices"])
+
+
+def _finished(trial: Trial) -> str:
+    if not trial.finished_run:
+        raise HostError("connector_host.not_ready", "Check 2 left no finished run.")
+    return trial.finished_run
 
 
 def _waiting(trial: Trial) -> tuple[str, str]:
@@ -259,7 +265,7 @@ def loss(trial: Trial) -> None:
 
 def _await_expiry(trial: Trial) -> None:
     """Read a finished run's status until the endpoint has dropped it; what is stored of its end stays."""
-    run_id = trial.keep("expired run", trial.finished_run)
+    run_id = trial.keep("expired run", _finished(trial))
     before = trial.talk.run(run_id)
 
     def look() -> dict[str, Any] | None:
