@@ -31,7 +31,7 @@ from domain.action import Action, State
 from domain.approval import TenantPolicy
 from domain.binding import Run
 from domain.contracts import capability_id
-from domain.errors import HostError, NotNow
+from domain.errors import HostError
 from domain.events import Recorded, RecoverySummed, Target, action_history, run_history, run_token, stream_history
 from domain.ports import Unfinished
 from domain.provider import TERMINAL_STATES, Features
@@ -163,7 +163,8 @@ class Host:
     async def ask(self, call: Callable[[Intake], Awaitable[T]]) -> T:
         """Call this process as a client does; `Gone` if it ends without an answer."""
         await self.ready.wait()
-        if self.process.dead or self.tasks is None:
+        if self.process.dead or self.tasks is None or self.tasks.cancel_scope.cancel_called:
+            await self.over.wait()
             raise Gone
         outcome: list[Any] = []
         answered = anyio.Event()
@@ -218,6 +219,7 @@ class World:
         self.policy = policy or TenantPolicy(id="acme", direct=("run_approval", "run_stop"))
         self.approval_timeout_ms = 60_000
         self.run_deadline_ms = 900_000
+        self.supervised = False
         self.failed_starts: list[str] = []
         self.hosts: list[Host] = []
         self.told: list[tuple[str, Action]] = []
@@ -232,7 +234,15 @@ class World:
         host.process.fault = fault
         self.hosts.append(host)
         self._tasks.start_soon(host.run)
+        self._tasks.start_soon(self._supervise, host)
         return host
+
+    async def _supervise(self, host: Host) -> None:
+        """What systemd does: a process that ended is followed by a new one of its replica."""
+        await host.over.wait()
+        await anyio.sleep(0.5)
+        if self.supervised:
+            self.current(host.replica)
 
     async def ask(self, call: Callable[[Intake], Awaitable[T]], replica: str = "a", *, tries: int = 60) -> T:
         """A patient caller: repeats while the answer is lost or says *not now*, at whichever process runs then."""
@@ -240,7 +250,9 @@ class World:
             host = self.current(replica)
             try:
                 return await host.ask(call)
-            except (Gone, NotNow):
+            except (Gone, HostError) as error:
+                if isinstance(error, HostError) and not error.retryable:
+                    raise
                 await anyio.sleep(1)
         raise AssertionError("no answer")
 
@@ -356,6 +368,7 @@ async def world(**options: Any) -> AsyncIterator[World]:
     async with anyio.create_task_group() as tasks:
         made = World(tasks, **options)
         yield made
+        made.supervised = False
         for host in made.hosts:
             if not host.process.dead:
                 await host.kill()
