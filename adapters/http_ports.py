@@ -38,7 +38,7 @@ class HttpPorts(msgspec.Struct, frozen=True, kw_only=True):
 
     ``endpoints`` gives (id, display name, origin, tenant binding) of each admitted endpoint; ``at_start`` the start-up
     summary that never changes. With ``confirm_reads`` an answer that rests on a read alone is confirmed before it is
-    told (a synchronous standby).
+    told (a synchronous standby). ``view_wait_s`` bounds the wait for a position of the views.
     """
 
     intake: Intake
@@ -53,3 +53,4 @@ class HttpPorts(msgspec.Struct, frozen=True, kw_only=True):
     at_start: Callable[[], Mapping[str, Any] | None] = lambda: None
     approval_timeouts_ms: Mapping[str, int] = {}
     confirm_reads: bool = False
+    view_wait_s: float = 30.0

@@ -93,18 +93,13 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
         return params
 
 
-COMMON_ERRORS = (
-    "auth.unverified_actor",
-    "auth.not_authorized",
-    "request.invalid",
-    "internal.fault",
-    "storage.unavailable",
-)
+DOOR_ERRORS = ("auth.unverified_actor", "auth.not_authorized", "request.invalid")
 BODY_ERRORS = ("request.malformed", "request.too_large", "request.timeout")
+FAULTS = ("storage.unavailable", "internal.fault")
 
 
 def errors_of(route: Route) -> tuple[str, ...]:
     """Every code that the route can answer, its own first."""
-    more = BODY_ERRORS if route.body is not None else ()
-    common = COMMON_ERRORS[-2:] if route.open else COMMON_ERRORS
-    return tuple(dict.fromkeys((*route.errors, *more, *common)))
+    door = () if route.open else DOOR_ERRORS if route.scopes else (DOOR_ERRORS[0], DOOR_ERRORS[2])
+    body = () if route.body is None else BODY_ERRORS
+    return tuple(dict.fromkeys((*route.errors, *body, *door, *FAULTS)))

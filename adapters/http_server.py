@@ -30,8 +30,12 @@ BACKLOG = 1024
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP/1.1 with a deadline for the head of each request, counted from its first byte or from the connection."""
+    """HTTP/1.1 with a deadline for the head of each request, counted from its first byte or from the connection.
 
+    A body that is still sent after its answer is read and dropped for no longer than that.
+    """
+
+    head_s = HEAD_S
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -69,7 +73,7 @@ class PatientProtocol(H11Protocol):
 
     def _await_head(self) -> None:
         if self._deadline is None:
-            self._deadline = self.loop.call_later(HEAD_S, self._head_is_late)
+            self._deadline = self.loop.call_later(self.head_s, self._head_is_late)
 
     def _forget_deadline(self) -> None:
         if self._deadline is not None:
@@ -129,6 +133,7 @@ async def serve(
     host: str,
     port: int,
     tls: tuple[Path, Path] | None = None,
+    protocol: type[PatientProtocol] = PatientProtocol,
     *,
     task_status: TaskStatus[int] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
@@ -140,7 +145,7 @@ async def serve(
     more: dict[str, Any] = {} if tls is None else {"ssl_certfile": str(tls[0]), "ssl_keyfile": str(tls[1])}
     config = uvicorn.Config(
         app,
-        http=PatientProtocol,
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -66,8 +66,8 @@ def error_answer(error: HostError, headers: Mapping[str, str] | None = None) -> 
     more = dict(headers or {})
     if error.retry_after_ms is not None:
         more["Retry-After"] = str(math.ceil(error.retry_after_ms / 1000))
-    if error.code in ("request.too_large", "request.timeout"):
-        more["Connection"] = "close"  # the rest of the body stays unread
+    if error.code == "request.timeout":
+        more["Connection"] = "close"
     if error.status == 401:
         more["WWW-Authenticate"] = "Bearer"
     return json_answer(error.status, {"error": error.body()}, more)

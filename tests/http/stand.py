@@ -136,7 +136,7 @@ class Callers:
 class Stand:
     """The host and its client."""
 
-    def __init__(self, tasks: TaskGroup) -> None:
+    def __init__(self, tasks: TaskGroup, view_wait_s: float) -> None:
         drawn = count()
         self.clock = SystemClock()
         self.keys, self.notices, self.gates, self.counters = MemoryKeys(), Notices(), Gates(), Counters()
@@ -180,6 +180,7 @@ class Stand:
             notices=self.notices,
             clock=self.clock,
             counts=self.counters,
+            view_wait_s=view_wait_s,
             endpoints=lambda: [
                 (ENDPOINT, "Main", "http://hermes.test", ""),
                 ("theirs", "Theirs", "http://x.test", "other"),
@@ -234,10 +235,10 @@ class Stand:
 
 
 @asynccontextmanager
-async def stand() -> AsyncIterator[Stand]:
+async def stand(view_wait_s: float = 10.0) -> AsyncIterator[Stand]:
     """A host that has its sequence; its views are folded when a test asks for it."""
     async with anyio.create_task_group() as tasks:
-        host = Stand(tasks)
+        host = Stand(tasks, view_wait_s)
         await host.lease.take()
         await host.views.prepare()
         tasks.start_soon(host.views.run)

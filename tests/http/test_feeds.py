@@ -278,13 +278,36 @@ async def test_a_token_that_is_withdrawn_ends_its_feeds(host: Stand) -> None:
     assert frames[-1][2]["error"]["code"] == "auth.unverified_actor"
 
 
-async def test_a_feed_that_meets_a_fault_says_so_and_ends(host: Stand) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+async def test_a_history_that_cannot_be_read_is_told_to_its_owner_alone(host: Stand, version: int) -> None:
     action_id, _ = await read(host)
     name = f"acme/act/{action_id}"
     rows = host.journal._histories[name]
-    rows[1] = rows[1].__class__(history=name, version=1, topic=rows[1].topic, state=b"{", position=rows[1].position)
-    answer = await host.get(f"/aip/v1/actions/{action_id}/events")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "history.unreadable")
+    rows[version] = msgspec.structs.replace(rows[version], state=b"{")
+    for more in ("", "/result", "/events", "/events?follow=true"):
+        answer = await host.call("GET", f"/aip/v1/actions/{action_id}{more}", "boss")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "history.unreadable")
+        own = await host.call("GET", f"/aip/v1/actions/{action_id}{more}")
+        assert own.status_code == (404 if version == 1 else 500)
+        for who in ("bea", "zoe"):
+            answer = await host.call("GET", f"/aip/v1/actions/{action_id}{more}", who)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "action.not_found")
+
+
+async def test_a_fault_in_the_middle_of_a_feed_is_its_last_frame(host: Stand) -> None:
+    host.provider.hold = anyio.Event()
+    action_id = (await host.submit(mode="async")).json()["ack"]["action_id"]
+    reader = Follower(host, f"/aip/v1/actions/{action_id}/events?follow=true")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reader.run)
+        await reader.next()
+        rows = host.journal._histories[f"acme/act/{action_id}"]
+        rows[1] = msgspec.structs.replace(rows[1], state=b"{")
+        with anyio.fail_after(5):
+            while (frames := await reader.next())[-1][0] != "aip.error":
+                pass
+        assert frames[-1][2]["error"]["code"] == "history.unreadable"
+        host.provider.hold.set()
 
 
 # ---- runs and people -------------------------------------------------------------------------------------------------
