@@ -167,6 +167,8 @@ async def perform(case: Case, fault: Fault | None) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.timeout(600)
+@pytest.mark.slow
 @pytest.mark.proves("A002", "A012")
 def test_no_fault_at_any_port_call_breaks_a_promise(name: str) -> None:
     case = CASES[name]
