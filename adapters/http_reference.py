@@ -20,7 +20,8 @@ its code inside its result.
 ROUTES_HEAD = """# Routes of the public listener
 
 Made by `scripts/docs` from `adapters/http_routes.py`; the same table drives the server and the OpenAPI document at
-`/openapi.json`. Every route needs a bearer token; another tenant's object answers like an unknown id.
+`/openapi.json`. Every route needs a bearer token; another tenant's object answers like an unknown id. Answers about one
+Action carry the header `Journal-Position`; a view that is given it as `min_position` waits until it has that position.
 """
 
 

@@ -26,7 +26,6 @@ SUBMITTING = (
     "policy.choice_denied",
     "policy.resolve_all_denied",
     PREFIX + "tenant_mismatch",
-    PREFIX + "configuration_or_input",
     NOT_READY,
     "connector_host.capacity",
     "lease.fenced",
