@@ -10,7 +10,7 @@ import msgspec
 
 from adapters.http_feeds import Wanted, action_events, follow_action
 from adapters.http_ports import HttpPorts
-from adapters.http_private import content, may_open
+from adapters.http_private import Ready, content, may_open
 from adapters.http_reading import frames, history, owned_action, owner_filter
 from adapters.http_route import Answer, Call, Cursor, Feed, Limit
 from adapters.http_sse import given_cursor
@@ -195,6 +195,8 @@ async def result_body(ports: HttpPorts, actor: Actor, row: ActionRow, replay: bo
     if replay:
         output = told.get("output")
         told["output"] = (output if isinstance(output, dict) else {}) | {"idempotent_replay": True}
+    if "output" in told:
+        told["output"] = Ready(told["output"])
     return {"action_result": told, "settled": told["settled"]}
 
 

@@ -11,6 +11,7 @@ from datetime import datetime
 from enum import Enum
 from typing import Any
 
+import anyio.to_thread
 import msgspec
 
 from adapters.http_ports import Opener
@@ -22,6 +23,13 @@ SCOPE = "data:sensitive:read"
 ERASED: dict[str, Any] = {"redacted": True, "code": "private.erased"}
 UNREADABLE: dict[str, Any] = {"redacted": True, "code": "history.unreadable"}
 OPENED_AT_ONCE = 64
+LARGE_BYTES = 256 * 1024
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """A part of an answer that holds JSON values alone already, however large it is."""
+
+    value: Any
 
 
 def may_open(actor: Actor) -> bool:
@@ -65,11 +73,18 @@ def shown(opened: bytes | HostError) -> Any:
         return mask(opened.decode("utf-8", "backslashreplace"))
 
 
+async def _shown(opened: bytes | HostError) -> Any:
+    """As ``shown``; large content in a thread, so that nobody waits for it."""
+    if isinstance(opened, bytes) and len(opened) > LARGE_BYTES:
+        return await anyio.to_thread.run_sync(shown, opened)
+    return shown(opened)
+
+
 async def content(vault: Opener, actor: Actor, private: Private | None) -> Any:
     """What the reader sees of one content; ``None`` if there is none."""
     if private is None:
         return None
-    return shown((await open_all(vault, [private]))[0]) if may_open(actor) else REDACTED
+    return await _shown((await open_all(vault, [private]))[0]) if may_open(actor) else REDACTED
 
 
 async def plain(vault: Opener, actor: Actor, answer: Any) -> Any:
@@ -79,12 +94,14 @@ async def plain(vault: Opener, actor: Actor, answer: Any) -> Any:
     opened: dict[int, Any] = {}
     if found and may_open(actor):
         for private, result in zip(found, await open_all(vault, found), strict=True):
-            opened[id(private)] = shown(result)
+            opened[id(private)] = await _shown(result)
     return _built(answer, opened)
 
 
 def _gather(value: Any, found: list[Private]) -> None:
     match value:
+        case Ready():
+            return
         case Sealed() | Plain():
             found.append(value)
         case dict():
@@ -100,6 +117,8 @@ def _gather(value: Any, found: list[Private]) -> None:
 
 def _built(value: Any, opened: dict[int, Any]) -> Any:
     match value:
+        case Ready():
+            return value.value
         case Sealed() | Plain():
             return opened.get(id(value), REDACTED)
         case dict():

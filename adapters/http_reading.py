@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+import anyio.lowlevel
 from eventsourcing.persistence import PersistenceError
 
 from adapters.codec import decode
@@ -98,12 +99,16 @@ async def reach(ports: HttpPorts, position: int | None) -> None:
 
 
 async def frames(ports: HttpPorts, actor: Actor, batches: Sequence[Recorded]) -> list[tuple[Recorded, list[Frame]]]:
-    """The frames of stored batches, opened for readers with the scope; erased content is told as masked."""
-    stored = [(batch, batch.event) for batch in batches if isinstance(batch.event, FramesStored)]
-    if not may_open(actor):
-        return [(batch, list(feed.frames_of(event, None))) for batch, event in stored]
-    opened = await open_all(ports.vault, [event.frames for _, event in stored])
-    return [
-        (batch, list(feed.frames_of(event, content if isinstance(content, bytes) else None)))
-        for (batch, event), content in zip(stored, opened, strict=True)
-    ]
+    """The frames of stored batches, opened for readers with the scope; erased content is told as masked.
+
+    Other tasks have their turn between batches: a long stream takes its time, and nobody else's.
+    """
+    opens = may_open(actor)
+    found: list[tuple[Recorded, list[Frame]]] = []
+    for batch in batches:
+        if isinstance(batch.event, FramesStored):
+            opened = (await open_all(ports.vault, [batch.event.frames]))[0] if opens else None
+            content = opened if isinstance(opened, bytes) else None
+            found.append((batch, list(feed.frames_of(batch.event, content))))
+            await anyio.lowlevel.checkpoint()
+    return found
