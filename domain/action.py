@@ -161,7 +161,12 @@ def replay(history: Iterable[Recorded]) -> Action:
 def decide_approval(
     action: Action, policy: TenantPolicy, actor: Actor, *, granted: bool, reason: str, decision_id: str, at: datetime
 ) -> tuple[Event, ...]:
-    """A person's decision about this Action. A denial also settles it: nothing is sent."""
+    """A person's decision about this Action. A denial also settles it: nothing is sent.
+
+    A settled Action waits for nobody, also if it was cancelled before anybody decided.
+    """
+    if action.settled is not None:
+        raise CallerError("policy.approval_not_pending", details={"status": action.settled.status})
     decided = approvals.decide(
         action.approval,
         policy,

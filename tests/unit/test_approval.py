@@ -24,6 +24,7 @@ from tests.builders import (
     granted,
     moment,
     not_sent,
+    wished,
 )
 
 GOVERNED = pytest.mark.parametrize("operation", [Operation.RUN_APPROVAL, Operation.RUN_STOP])
@@ -164,6 +165,16 @@ def test_a_grant_stores_the_decision_alone() -> None:
     )
     assert [type(event) for event in events] == [ApprovalDecided]
     assert not any(isinstance(event, ActionSettled) for event in events)
+
+
+@pytest.mark.proves("A105")
+@pytest.mark.parametrize("granted", [True, False])
+def test_a_cancelled_action_waits_for_no_decision(granted: bool) -> None:
+    cancelled = action(wished(awaiting()))
+    assert cancelled.settled is not None
+    with pytest.raises(CallerError) as caught:
+        decide_approval(cancelled, POLICY, APPROVER, granted=granted, reason="r", decision_id="dec_1", at=moment(20))
+    assert (caught.value.code, caught.value.details) == ("policy.approval_not_pending", {"status": "cancelled"})
 
 
 def test_a_policy_may_grant_an_operation_itself_and_says_that_it_did() -> None:

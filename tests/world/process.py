@@ -63,7 +63,8 @@ class Process:
 
     def freeze(self) -> None:
         """Stop it, as SIGSTOP does, until ``thaw``."""
-        self._awake = anyio.Event()
+        if self._awake.is_set():
+            self._awake = anyio.Event()
 
     def thaw(self) -> None:
         """Let it go on."""
