@@ -15,6 +15,7 @@ import msgspec
 
 from adapters.driver import Driver
 from adapters.notices import Notices
+from adapters.sessions import Sessions
 from adapters.submission import Admitted, Cancelled, Draft, Submission, asked, asked_session, key_of, own_session
 from domain import action as actions
 from domain import approval as approvals
@@ -79,6 +80,7 @@ class Intake:
         self._store, self._vault, self._clock, self._lease = store, vault, clock, lease
         self._endpoints, self._endpoint_policies, self._policy_of = endpoints, endpoint_policies, policy_of
         self._driver, self._notices, self._gates = driver, notices, gates
+        self._sessions = Sessions(store, vault)
 
     # ---- submitting --------------------------------------------------------------------------------------------------
 
@@ -125,7 +127,7 @@ class Intake:
             if refusal is not None:
                 raise refusal
             history = action_history(draft.actor.tenant, draft.action_id)
-            changes = [Change(history=history, expected=0, events=events, scope=scope)]
+            changes = [Change(history=history, expected=0, events=events, scope=scope), *draft.changes]
             if draft.key_history:
                 changes.append(Change(history=draft.key_history, expected=reserved, events=(self._reservation(draft),)))
             try:
@@ -280,12 +282,26 @@ class Intake:
             "history_kind": start.history,
             "session_key": Plain(content=start.session_key.encode()) if start.session_key else None,
             "dropped": start.dropped,
-            "notices": self._notices_of(draft),
+            "notices": await self._notices_of(draft),
         }
 
-    def _notices_of(self, draft: Draft) -> tuple[str, ...]:
+    async def _notices_of(self, draft: Draft) -> tuple[str, ...]:
+        """What the caller should know; takes the conversation that the start names, if it names one."""
         manual = self._endpoint_policies[draft.endpoint_id].approvals_manual
-        return () if manual else ("endpoint_approvals_not_asserted_manual",)
+        notices = () if manual else ("endpoint_approvals_not_asserted_manual",)
+        session, tenant = asked_session(draft.submission.input), draft.actor.tenant
+        if not session:
+            return notices
+        change, shared = await self._sessions.take(
+            tenant,
+            draft.endpoint_id,
+            session,
+            draft.action_id,
+            exclusive=self._policy_of(tenant).one_run_per_session,
+            at=self._clock.now(),
+        )
+        draft.changes = (change,)
+        return (*notices, "session_has_other_active_run") if shared else notices
 
     async def _run_facts(self, draft: Draft) -> dict[str, Any]:
         operation, actor = draft.contract.operation, draft.actor

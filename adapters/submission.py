@@ -9,6 +9,7 @@ import msgspec
 from domain.action import Action
 from domain.contracts import Contract
 from domain.errors import CallerError
+from domain.events import Change
 from domain.requests import check_run_input, check_start_input
 from domain.values import ID_PATTERN, Actor, Mode, Operation
 
@@ -78,6 +79,7 @@ class Draft:
         self.fingerprint = ""
         self.key_history = ""
         self.action_id = ""
+        self.changes: tuple[Change, ...] = ()
 
 
 def key_of(submission: Submission) -> str | None:

@@ -114,6 +114,7 @@ TABLE: dict[str, Code] = {
         _row("approval.already_decided", "policy", "A choice for this request was already sent.", status=409),
         _row("approval.after_stop", "policy", "The run was told to stop; no choice is sent after that.", status=409),
         _row("run.already_terminal", "policy", "The run's end is known; nothing was sent.", status=409),
+        _row("session.busy", "policy", "Another run of this session is active, or its outcome is unknown.", status=409),
         _row("run.stop_in_doubt", "policy", "An earlier stop of this run is not settled.", status=409),
         # host
         _row("connector_host.not_ready", "temporary", "The host takes no new work now.", retryable=True),

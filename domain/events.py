@@ -38,6 +38,17 @@ class KeyReserved(Event, frozen=True, kw_only=True):
     expires_at: datetime
 
 
+# ---- conversations: history <tenant>/ses/<digest> ------------------------------------------------------------------
+
+
+class SessionTaken(Event, frozen=True, kw_only=True):
+    """A start names this conversation. ``beside`` holds the earlier starts in it that were not over then."""
+
+    topic = "session.taken"
+    action_id: str
+    beside: tuple[str, ...] = ()
+
+
 # ---- Actions: history <tenant>/act/<action id> ---------------------------------------------------------------------
 
 
@@ -543,6 +554,11 @@ TOPICS: dict[str, type[Event]] = _all_events()
 def key_history(tenant: str, digest: str) -> str:
     """History of one idempotency key."""
     return f"{tenant}/key/{digest}"
+
+
+def session_history(tenant: str, digest: str) -> str:
+    """History of one conversation at one endpoint."""
+    return f"{tenant}/ses/{digest}"
 
 
 def action_history(tenant: str, action_id: str) -> str:

@@ -375,3 +375,10 @@ def answers_run(action: Action, *, at: datetime) -> tuple[Event, ...]:
             at=at, action_id=action_id, attempt_id=attempt_id, verdict=verdict, resolved=resolved, code=code
         ),
     )
+
+
+def is_over(action: Action, run: Run) -> bool:
+    """True once a start and its run cannot act any more: settled without effect, or ended beyond contradiction."""
+    if action.settled is None:
+        return False
+    return action.effect is Effect.NONE or run.phase is binding.Phase.ENDED
