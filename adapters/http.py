@@ -11,15 +11,15 @@ from typing import Any
 
 import anyio
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from adapters import http_sse as sse
 from adapters.http_openapi import document
 from adapters.http_ports import HttpPorts
 from adapters.http_private import plain
 from adapters.http_route import Answer, Call, Feed, Route
 from adapters.http_routes import ROUTES
+from adapters.http_sse import FeedResponse, Feeds
 from adapters.http_wire import (
     error_answer,
     json_answer,
@@ -30,7 +30,7 @@ from adapters.http_wire import (
     segments,
     typed,
 )
-from domain.errors import PREFIX, CallerError, HostError
+from domain.errors import PREFIX, CallerError, HostError, NotNow
 from domain.values import Actor
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,11 @@ class PublicApp:
     def __init__(self, ports: HttpPorts, routes: tuple[Route, ...] = ROUTES) -> None:
         self._ports = ports
         self._routes = (*routes, _openapi(routes))
+        self._feeds = Feeds()
+
+    def end_feeds(self) -> None:
+        """End every open feed; its reader goes on elsewhere from its last cursor."""
+        self._feeds.end()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -118,7 +123,9 @@ class PublicApp:
 
     async def _told(self, call: Call, answer: Answer | Feed) -> Response:
         if isinstance(answer, Feed):
-            return StreamingResponse(answer.frames, media_type="text/event-stream", headers=sse.HEADERS)
+            if self._feeds.ending:
+                raise NotNow("connector_host.not_ready", retry_after_ms=1_000, details={"reason": "draining"})
+            return FeedResponse(answer.frames, self._feeds)
         body = await plain(self._ports.vault, call.actor, answer.body)
         return json_answer(answer.status, body, answer.headers)
 

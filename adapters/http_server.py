@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import anyio
 import msgspec
@@ -99,6 +99,14 @@ class PatientProtocol(H11Protocol):
         self.transport.close()
 
 
+@runtime_checkable
+class HasFeeds(Protocol):
+    """An application with answers that do not end by themselves."""
+
+    def end_feeds(self) -> None:
+        """End them."""
+
+
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -158,6 +166,7 @@ async def serve(
         **more,
     )
     server = _Server(config)
+    served: object = app
 
     async def run() -> None:
         with anyio.CancelScope(shield=True):
@@ -170,4 +179,6 @@ async def serve(
             task_status.started(listening.getsockname()[1])
             await anyio.sleep_forever()
         finally:
+            if isinstance(served, HasFeeds):
+                served.end_feeds()
             server.should_exit = True

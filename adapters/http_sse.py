@@ -5,9 +5,13 @@ A follower only reads what is stored. It holds nothing while its reader is slow,
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
+import anyio
 import msgspec
+from starlette.responses import StreamingResponse
+from starlette.types import Send
 
 from adapters.http_ports import HttpPorts
 from adapters.http_route import Call
@@ -18,6 +22,45 @@ KEEP_ALIVE_S = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"Cache-Control": "no-cache, no-store", "X-Accel-Buffering": "no"}
 LAST_EVENT = "last-event-id"
+
+
+class Feeds:
+    """The feeds that are open now; ``end`` closes them in good order, so that their readers come again elsewhere."""
+
+    def __init__(self) -> None:
+        self.ending = False
+        self._open: set[anyio.CancelScope] = set()
+
+    @contextmanager
+    def opened(self) -> Iterator[anyio.CancelScope]:
+        """A feed is told inside this block, unless all feeds are ended."""
+        with anyio.CancelScope() as scope:
+            self._open.add(scope)
+            try:
+                yield scope
+            finally:
+                self._open.discard(scope)
+
+    def end(self) -> None:
+        """End every feed; the host takes no new ones."""
+        self.ending = True
+        for scope in tuple(self._open):
+            scope.cancel()
+
+
+class FeedResponse(StreamingResponse):
+    """An answer by server-sent events that ends with its feed, or with all feeds."""
+
+    def __init__(self, frames: AsyncIterator[bytes], feeds: Feeds) -> None:
+        super().__init__(frames, media_type="text/event-stream", headers=HEADERS)
+        self._feeds = feeds
+
+    async def stream_response(self, send: Send) -> None:
+        """Tell the feed; a feed that was ended is complete as far as HTTP goes."""
+        with self._feeds.opened() as scope:
+            await super().stream_response(send)
+        if scope.cancelled_caught:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
