@@ -23,6 +23,7 @@ SUBMITTING = (
     "idempotency.required",
     "idempotency.input_hash_mismatch",
     "idempotency.conflict",
+    "session.busy",
     "policy.choice_denied",
     "policy.resolve_all_denied",
     PREFIX + "tenant_mismatch",

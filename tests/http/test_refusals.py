@@ -10,9 +10,10 @@ import pytest
 from eventsourcing.persistence import OperationalError
 
 from adapters.command import Outcome, Stored, Verdict
+from domain.approval import TenantPolicy
 from domain.events import SequenceTaken, Target
 from domain.values import Actor
-from tests.http.stand import ENDPOINT, EVENTS, START, STATUS, STOP, Stand
+from tests.http.stand import ENDPOINT, EVENTS, START, STATUS, STOP, Stand, deltas
 
 pytestmark = pytest.mark.anyio
 
@@ -69,6 +70,15 @@ async def test_an_id_in_use_for_another_request_is_refused(host: Stand) -> None:
     answer = await host.submit(id="act_mine", input={"input": "other"})
     assert refused(answer) == (409, "action.id_conflict", "none")
     assert (await host.submit(id="not an id")).json()["error"]["code"] == "request.invalid"
+
+
+async def test_a_conversation_that_a_run_holds_takes_no_second_one_where_the_policy_says_so(host: Stand) -> None:
+    host.policy = TenantPolicy(id="acme", one_run_per_session=True)
+    host.provider.frames = lambda run_id: deltas(run_id, "x", end="")
+    assert (await host.submit(input={"input": "x", "session_id": "s1"})).status_code == 200
+    answer = await host.submit(input={"input": "y", "session_id": "s1"})
+    assert refused(answer) == (409, "session.busy", "none")
+    assert (await host.submit(input={"input": "y", "session_id": "s2"})).status_code == 200
 
 
 @pytest.mark.proves("A054", "A160")
