@@ -53,27 +53,49 @@ async def serve(
 
     HostError for a database, settings or an address that cannot be used.
     """
-    stop = stop or anyio.Event()
-    running: list[Wiring] = []
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_heed_signals, stop, running, progress)
-        starting = anyio.CancelScope()
+    try:
+        await _run(settings, environ, progress, ready, stop or anyio.Event())
+    except BaseExceptionGroup as group:
+        refusals, others = group.split(HostError)
+        if refusals is None or others is not None:
+            raise
+        raise _first(refusals) from group
 
-        async def give_up() -> None:
+
+async def _run(
+    settings: Settings,
+    environ: Mapping[str, str],
+    progress: Callable[[str], None],
+    ready: Callable[[Addresses], None],
+    stop: anyio.Event,
+) -> None:
+    running: list[Wiring] = []
+    starting, giving_up = anyio.CancelScope(), anyio.CancelScope()
+
+    async def give_up() -> None:
+        """A stop before the host is ready ends the start wherever it is."""
+        with giving_up:
             await stop.wait()
             starting.cancel()
 
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_heed_signals, stop, running, progress)
         tasks.start_soon(give_up)
         with starting:
             async with engine(settings, environ=environ, progress=progress) as wiring:
                 running.append(wiring)
                 async with _listeners(wiring) as addresses:
-                    starting.shield = True
+                    giving_up.cancel()
                     ready(addresses)
                     await stop.wait()
                     progress("draining: calls in hand end, nothing new is taken")
                     await _drain(wiring)
         tasks.cancel_scope.cancel()
+
+
+def _first(group: BaseExceptionGroup[HostError]) -> HostError:
+    found = group.exceptions[0]
+    return _first(found) if isinstance(found, BaseExceptionGroup) else found
 
 
 @asynccontextmanager

@@ -34,7 +34,14 @@ def run(*words: str, environ: dict[str, str] | None = None, cwd: Path = ROOT, wa
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HERMES_RECONCILER_")}
     clean |= {"PYTHONPATH": str(ROOT)} | (environ or {})
     done = subprocess.run(
-        [*COMMAND, *words], env=clean, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=wait_s
+        [*COMMAND, *words],
+        env=clean,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=wait_s,
+        check=False,
     )
     return Ran(done)
 
@@ -42,7 +49,9 @@ def run(*words: str, environ: dict[str, str] | None = None, cwd: Path = ROOT, wa
 class HostProcess:
     """`serve` in ``folder``, in front of one endpoint or, without ``origin``, of its own practice Hermes."""
 
-    def __init__(self, folder: Path, origin: str = "", key: str = "", *, endpoint_id: str = "practice") -> None:
+    def __init__(
+        self, folder: Path, origin: str = "", key: str = "", *, endpoint_id: str = "practice", more: str = ""
+    ) -> None:
         self.folder, self.endpoint_id = folder, endpoint_id
         self.state = folder / "state"
         self.config = folder / "hermes-reconciler.toml"
@@ -57,7 +66,7 @@ class HostProcess:
             key_file.touch(mode=0o600)
             key_file.write_text(key)
             text += f'[[endpoints]]\nid = "{endpoint_id}"\nbase_url = "{origin}"\napi_key_file = "endpoint-key"\n'
-        self.config.write_text(text)
+        self.config.write_text(more + text)
 
     @property
     def log(self) -> str:
@@ -90,7 +99,7 @@ class HostProcess:
                 self.told.append(json.loads(line))
                 if "ready" in self.told[-1]:
                     break
-        assert self.told and "ready" in self.told[-1], self.log[-2000:]
+        assert any("ready" in told for told in self.told), self.log[-2000:]
         self.public, self.operational = (self.told[-1]["ready"][name] for name in ("public", "operational"))
         self._rest = threading.Thread(target=self._read_on, args=(self._process.stdout,), daemon=True)
         self._rest.start()
@@ -101,10 +110,15 @@ class HostProcess:
                 if line.startswith("{"):
                     self.told.append(json.loads(line))
 
-    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send a signal and wait for the end; the exit code."""
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal and go on."""
         assert self._process is not None
         self._process.send_signal(number)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end; the exit code."""
+        self.send(number)
+        assert self._process is not None
         code = self._process.wait(PATIENCE_S)
         self._rest.join(PATIENCE_S)
         return code

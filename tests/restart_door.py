@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-_KNOCK = "import socket, sys; c = socket.create_connection(('127.0.0.1', {port})); sys.exit(0 if c.recv(4) == b'done' else 1)"
+_KNOCK = "import socket, sys; sys.exit(socket.create_connection(('127.0.0.1', {port})).recv(4) != b'done')"
 
 
 class RestartDoor:
