@@ -23,96 +23,26 @@ import msgspec
 import psycopg
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from benchmarks.journal import CALLERS, library, library_saves
+from benchmarks.stand import ENDPOINT, WHO, Host, host
 from benchmarks.table import Benchmark, Measure, World
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adapters.clock import SystemClock
-from adapters.driver import Driver
-from adapters.hermes import HermesEndpoint
 from adapters.http import PublicApp
-from adapters.http_ports import HttpPorts
 from adapters.http_server import serve
-from adapters.intake import EndpointPolicy, Gates, Intake
-from adapters.journal import Journal
-from adapters.lease import HostLease, LeaseTimes
-from adapters.memory_journal import MemoryJournal
-from adapters.migrate import migrate
-from adapters.notices import Notices
-from adapters.observer import Observer
-from adapters.probes import Counters
-from adapters.sender import Sender
-from adapters.store import JournalStore
 from adapters.submission import Submission
-from adapters.vault import KeyTable, MemoryKeys, PostgresKeys, Vault
-from adapters.view_tables import MemoryTables
-from adapters.views import Views
-from domain.approval import TenantPolicy
-from domain.events import Target
-from domain.values import Actor, Mode
+from domain.values import Mode
 
-ENDPOINT = "main"
 CAPABILITY = f"cap:hermes_agent:{ENDPOINT}:run_start"
 PROMPT = "Summarise the open incidents of this week and say who works on them. " * 2
-WHO = Actor(id="bench", kind="service", tenant="default", scopes=("*",))
 
 
-class Host:
-    """The parts of a host that admit, in a thread's event loop; what they admit is not driven."""
+class Load:
+    """Callers of one host, each asking again as soon as it is answered."""
 
-    def __init__(self, portal: BlockingPortal, dsn: str | None) -> None:
-        self.portal, self._numbers = portal, 0
-        clock = SystemClock()
-        self._ends: list[Callable[[], Awaitable[None]]] = []
-        keys: KeyTable
-        if dsn is None:
-            journal: Journal | MemoryJournal = MemoryJournal(clock=clock, now=clock.now)
-            keys = MemoryKeys()
-        else:
-            migrate(dsn)
-            journal, keys = Journal(dsn, clock=clock), PostgresKeys(dsn)
-            self._ends += [journal.stop, keys.close]
-        portal.call(journal.start)
-        vault = Vault(clock.entropy(32), keys, clock.entropy)
-        store = JournalStore(journal, vault, clock.new_id)
-        lease = HostLease(store, clock, "bench", clock.new_id("proc_"), "0", LeaseTimes(ttl_ms=300_000))
-        provider = portal.call(_endpoint)
-        self._ends.append(provider.close)
-        providers, notices = {ENDPOINT: provider}, Notices()
-        observer = Observer(store, vault, clock, lease, providers, notices)
-        sender = Sender(store, vault, clock, lease, providers, notices, observer.observe)
-        driver = Driver(store, clock, lease, providers, notices, observer, sender)
-        self.intake = Intake(
-            store,
-            vault,
-            clock,
-            lease,
-            providers,
-            {ENDPOINT: EndpointPolicy(approvals_manual=True)},
-            lambda _: TenantPolicy(id="default"),
-            driver,
-            notices,
-            Gates(),
-        )
-        self.ports = HttpPorts(
-            intake=self.intake,
-            callers=Callers(),
-            journal=journal,
-            vault=vault,
-            views=Views(MemoryTables(), store, clock),
-            notices=notices,
-            clock=clock,
-            counts=Counters(),
-            endpoints=lambda: [(ENDPOINT, ENDPOINT, "http://127.0.0.1:9", "")],
-            at_start=dict,
-        )
-        portal.call(lease.take)
-
-    def close(self) -> None:
-        """End it."""
-        for end in self._ends:
-            self.portal.call(end)
+    def __init__(self, host: Host) -> None:
+        self._host, self._numbers = host, 0
 
     def stored(self) -> int:
         """How many admissions were asked for so far, all of them answered."""
@@ -120,40 +50,28 @@ class Host:
 
     def admit(self, seconds: float, callers: int = CALLERS) -> float:
         """New keys admitted in a second."""
-        return self.portal.call(_rate, self._admit, seconds, callers)
+        return self._host.portal.call(_rate, self._admit, seconds, callers)
 
     def repeat(self, seconds: float, callers: int) -> float:
         """Repeats of known keys answered in a second."""
-        self.portal.call(self._admit_known)
-        return self.portal.call(_rate, self._repeat, seconds, callers)
+        self._host.portal.call(self._admit_known)
+        return self._host.portal.call(_rate, self._repeat, seconds, callers)
 
     async def _admit(self) -> None:
         self._numbers += 1
-        admitted = await self.intake.submit(WHO, submission(f"key-{self._numbers}"))
+        admitted = await self._host.intake.submit(WHO, submission(f"key-{self._numbers}"))
         if admitted.replay:
             raise RuntimeError("not what this measures: a repeat")
 
     async def _admit_known(self) -> None:
         for number in range(100):
-            await self.intake.submit(WHO, submission(f"known-{number}"))
+            await self._host.intake.submit(WHO, submission(f"known-{number}"))
 
     async def _repeat(self) -> None:
         self._numbers += 1
-        admitted = await self.intake.submit(WHO, submission(f"known-{self._numbers % 100}"))
+        admitted = await self._host.intake.submit(WHO, submission(f"known-{self._numbers % 100}"))
         if not admitted.replay:
             raise RuntimeError("not what this measures: a new key")
-
-
-class Callers:
-    """One caller with one token."""
-
-    def find(self, token: str) -> Actor | None:
-        """Who it is."""
-        return WHO if token == "bench" else None
-
-
-async def _endpoint() -> HermesEndpoint:
-    return HermesEndpoint(Target(endpoint_id=ENDPOINT, origin="http://127.0.0.1:9"), None)
 
 
 def submission(key: str) -> Submission:
@@ -179,20 +97,16 @@ async def _rate(call: Callable[[], Awaitable[None]], seconds: float, callers: in
 
 
 @contextmanager
-def host(dsn: str | None) -> Iterator[Host]:
-    """A host on an empty database, or on a journal in memory."""
-    with start_blocking_portal() as portal:
-        running = Host(portal, dsn)
-        try:
-            yield running
-        finally:
-            running.close()
+def load(dsn: str) -> Iterator[Load]:
+    """A load on a host of its own."""
+    with host(dsn) as running:
+        yield Load(running)
 
 
 @contextmanager
 def beside_library(world: World) -> Iterator[tuple[Measure, Measure]]:
     """The library's application, one `save()` of two events for each caller in a thread of its own."""
-    with host(world.database()) as ours, library(world.database()) as theirs:
+    with load(world.database()) as ours, library(world.database()) as theirs:
         yield ours.admit, theirs
 
 
@@ -200,7 +114,7 @@ def beside_library(world: World) -> Iterator[tuple[Measure, Measure]]:
 def while_vacuumed(world: World) -> Iterator[tuple[Measure, Measure]]:
     """The same two, each while its own table is vacuumed again and again."""
     dsns = [world.database(), world.database()]
-    with host(dsns[0]) as ours, library(dsns[1]) as theirs:
+    with load(dsns[0]) as ours, library(dsns[1]) as theirs:
         yield _vacuumed(dsns[0], ours.admit), _vacuumed(dsns[1], theirs)
 
 
@@ -227,7 +141,7 @@ def _vacuumed(dsn: str, measure: Measure) -> Measure:
 @contextmanager
 def repeats(world: World) -> Iterator[tuple[Measure, Measure]]:
     """Known keys against new ones, 16 callers each."""
-    with host(world.database()) as ours:
+    with load(world.database()) as ours:
         yield lambda seconds: ours.repeat(seconds, 16), lambda seconds: ours.admit(seconds, 16)
 
 
@@ -235,7 +149,7 @@ def repeats(world: World) -> Iterator[tuple[Measure, Measure]]:
 def wal(world: World) -> Iterator[tuple[Measure, None]]:
     """Bytes of write-ahead log for each admission; nothing else writes meanwhile."""
     dsn = world.database()
-    with host(dsn) as ours, psycopg.connect(dsn, autocommit=True) as connection:
+    with load(dsn) as ours, psycopg.connect(dsn, autocommit=True) as connection:
 
         def position() -> int:
             found = connection.execute("select pg_current_wal_lsn() - '0/0'::pg_lsn").fetchone()

@@ -82,6 +82,7 @@ def measure(benchmark: Benchmark, world: World, *, rounds: int, seconds: float) 
         "measured_beside": other,
         "figure": figure,
         "goal": benchmark.goal,
+        "lower": benchmark.lower,
         "aim": benchmark.aim,
         "reached": figure <= benchmark.goal if benchmark.lower else figure >= benchmark.goal,
         "spread": [min(ours[1:]), max(ours[1:])],
