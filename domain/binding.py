@@ -173,12 +173,12 @@ def told_state(run: Run) -> tuple[str, str]:
         return "unknown", run.phase.value
     if run.ended is not None:
         return run.ended.state, ""
+    if run.stop_sent:
+        return "stopping", ""
     if run.deadline_passed_at is not None:
         return "unknown", "deadline_passed"
     if run.seen is not None and run.seen.state in ("waiting_for_approval", "stopping"):
         return run.seen.state, ""
-    if run.stop_sent:
-        return "stopping", ""
     return "running", ""
 
 
@@ -315,11 +315,12 @@ def check_choice(
     """The pending requests that this choice would answer, or a refusal; nothing is sent on a refusal.
 
     Hermes answers by position, so a single choice must be for the oldest pending request, and a choice for all must
-    name every pending one. A provider that answers by exact request takes any pending one.
+    name every pending one. A provider that answers by exact request takes any pending one. After a stop only a denial
+    goes: a command that is released then still runs.
     """
     if run.ended is not None:
         raise CallerError("run.already_terminal", details={"state": run.ended.state})
-    if run.stop_sent:
+    if run.stop_sent and choice != "deny":
         raise CallerError("approval.after_stop")
     by_request = run.tie.target.features.request_ids
     if not reviewed:

@@ -72,6 +72,7 @@ class SimRun:
         self.changed = anyio.Event()
         self.readers, self.reading, self.read = 0, 0, 0
         self.stream_gone = False
+        self.stolen = False  # a foreign reader takes every further frame
 
     def touch(self) -> None:
         """Wake whoever waits for this run."""
@@ -158,7 +159,8 @@ class SimHermes:
         if fault == "lost_before_effect":
             return LOST
         if isinstance(fault, Exchange):
-            self._note(operation, out, run_id)
+            if fault.sent:
+                self._note(operation, out, run_id)
             return fault
         with anyio.move_on_after(out.timeout_ms / 1000 - LATENCY_S) as limit:
             told = self._act(operation, run_id, out)
@@ -335,12 +337,14 @@ class SimHermes:
                 if run.reading != reader or self.runs.get(run.run_id) is not run:
                     yield StreamEnd(reason="cut")
                     return
+                if run.stolen:
+                    run.read = len(run.frames)
                 place = place if self.replay else run.read
                 if place < len(run.frames):
                     body, place = run.frames[place], place + 1
                     run.read = max(run.read, place)
                     yield frame(body | ({"seq": place - 1} if self.replay else {}))
-                elif run.state in TERMINAL_STATES:
+                elif run.state in TERMINAL_STATES and not run.stolen:
                     yield Comment("stream closed")
                     yield StreamEnd(reason="closed")
                     return

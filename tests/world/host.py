@@ -37,6 +37,9 @@ from domain.ports import Unfinished
 from domain.provider import TERMINAL_STATES, Features
 from domain.stream import RunStream
 from domain.values import Actor, Mode, Operation
+from projections import folded
+from projections.actions import ACTIONS, ActionRow
+from projections.runs import RUNS, RunRow, run_key
 from tests.world.hermes import SimHermes
 from tests.world.process import BEGAN, Died, Fault, Process, SimClock, SimLink, SimStore, SimVault
 
@@ -315,6 +318,21 @@ class World:
     async def stream(self, run_id: str) -> RunStream:
         """A run's stream as stored now."""
         return stream.replay(await self.log.load(stream_history(ADA.tenant, ENDPOINT, run_token(run_id))))
+
+    async def row(self, action: Action) -> ActionRow:
+        """An Action as the views fold it."""
+        history = action_history(ADA.tenant, action.request.action_id)
+        row = folded(ACTIONS, [event for event in await self.events() if event.history == history])
+        assert row is not None
+        return row
+
+    async def run_row(self, run_id: str) -> RunRow:
+        """A run as the views fold it."""
+        key = run_key(ADA.tenant, ENDPOINT, run_id)
+        found = [item for item in await self.events() if item.event.topic in RUNS.topics and RUNS.key(item) == key]
+        row = folded(RUNS, found)
+        assert row is not None
+        return row
 
     async def until(self, met: Callable[[], Awaitable[bool]], seconds: float = 600, step: float = 0.5) -> None:
         """Wait, in virtual time, until a condition is met."""
