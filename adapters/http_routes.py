@@ -25,7 +25,6 @@ SUBMITTING = (
     "idempotency.conflict",
     "session.busy",
     "policy.choice_denied",
-    "session.busy",
     "policy.resolve_all_denied",
     PREFIX + "tenant_mismatch",
     NOT_READY,
