@@ -15,7 +15,7 @@ from starlette.types import Send
 
 from adapters.http_ports import HttpPorts
 from adapters.http_route import Call
-from adapters.http_wire import log_fault
+from adapters.http_wire import encoded, log_fault
 from domain.errors import CallerError, HostError
 
 KEEP_ALIVE_S = 15.0
@@ -79,7 +79,7 @@ Wait = Callable[[float], Awaitable[None]]
 def frame(event: str, data: object, frame_id: str = "") -> bytes:
     """One frame; JSON has no line breaks, so its data is one line."""
     head = f"id: {frame_id}\n" if frame_id else ""
-    return f"{head}event: {event}\ndata: ".encode() + msgspec.json.encode(data) + b"\n\n"
+    return f"{head}event: {event}\ndata: ".encode() + encoded(data) + b"\n\n"
 
 
 def position(cursor: str) -> bytes:

@@ -51,10 +51,30 @@ class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorBody
 
 
+def encoded(value: Any) -> bytes:
+    """JSON bytes. Half a surrogate pair, which a provider can write and UTF-8 cannot, is told as its escape."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_utf8(value))
+
+
+def _utf8(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case list():
+            return [_utf8(item) for item in value]
+        case dict():
+            return {_utf8(name): _utf8(member) for name, member in value.items()}
+        case _:
+            return value
+
+
 def json_answer(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON answer; answers are never cached."""
     return Response(
-        msgspec.json.encode(body),
+        encoded(body),
         status_code=status,
         media_type="application/json",
         headers={"Cache-Control": "no-store", **(headers or {})},

@@ -15,6 +15,8 @@ import msgspec
 
 MASK = "***"
 REDACTED: dict[str, Any] = {"redacted": True}
+TOO_DEEP: dict[str, Any] = {"left_out": True, "why": "nested too deep"}
+DEPTH_LIMIT = 64
 
 _VALUE = r"""(?:\\{0,3}"[^"\\]{0,8192}\\{0,3}"|\\{0,3}'[^'\\]{0,8192}\\{0,3}'|[^\s,;&"'\\)\]}]{1,8192})"""
 _LINE = r"[^\r\n\"'\\]{1,8192}"
@@ -139,16 +141,21 @@ def _found(pattern: re.Pattern[str], trigger: str, text: str, low: str) -> list[
     return spans
 
 
-def mask(value: Any) -> Any:
-    """A JSON value with every text masked; a text under a secret's name goes completely (AIP 13.6)."""
+def mask(value: Any, depth: int = 1) -> Any:
+    """A JSON value with every text masked; a text under a secret's name goes completely (AIP 13.6).
+
+    What is nested deeper than 64 is left out.
+    """
     match value:
         case str():
             return mask_text(value)
+        case list() | dict() if depth > DEPTH_LIMIT:
+            return TOO_DEEP
         case list():
-            return [mask(item) for item in value]
+            return [mask(item, depth + 1) for item in value]
         case dict():
             return {
-                name: REDACTED if isinstance(name, str) and _is_secret(name, member) else mask(member)
+                name: REDACTED if isinstance(name, str) and _is_secret(name, member) else mask(member, depth + 1)
                 for name, member in value.items()
             }
         case _:

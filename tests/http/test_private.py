@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from domain.provider import Exchange, RawFrame
 from tests.http.stand import CANARY, EVENTS, STATUS, STOP, Stand, deltas, sse, told
 
 pytestmark = pytest.mark.anyio
@@ -139,3 +140,48 @@ async def test_nothing_private_is_logged(host: Stand, caplog: pytest.LogCaptureF
     text = "\n".join(f"{record.getMessage()} {record.__dict__}" for record in lines)
     assert CANARY not in text
     assert SECRET not in text
+
+
+HOSTILE = [
+    '{"event":"message.delta","delta":"\\ud800 half"}',
+    '{"event":"message.delta","\\udfff":1}',
+    '{"event":"message.delta","delta":"\\u0000"}',
+    '{"event":"x","n":NaN,"i":-Infinity,"big":' + "9" * 400 + "}",
+    '{"event":"x","deep":' + "[" * 300 + "]" * 300 + "}",
+    '{"event":"x","deeper":' + "[" * 100_000,
+    "\u2028\x85 not json",
+    "",
+]
+
+
+@pytest.mark.parametrize("data", HOSTILE, ids=range(len(HOSTILE)))
+async def test_whatever_a_provider_writes_every_surface_answers(host: Stand, data: str) -> None:
+    frame = RawFrame(raw=f"data: {data}\n\n".encode(), data=data)
+    host.provider.frames = lambda run_id: [frame, *deltas(run_id, "end")]
+    _, run_id = await host.started()
+    body = (
+        b'{"object":"hermes.run","run_id":"'
+        + run_id.encode()
+        + b'","status":"running","output":'
+        + (b'"\\ud800"' if not data else b"[" * 200 + b"]" * 200)
+        + b"}"
+    )
+    host.provider.read = lambda out: answer_of(body)  # type: ignore[assignment,method-assign]
+    reading = (await host.submit(EVENTS, input={"run_id": run_id})).json()["action_result"]
+    status = (await host.submit(STATUS, input={"run_id": run_id})).json()["action_result"]
+    ids = {
+        "action": reading["action_id"],
+        "run": run_id,
+        "reading": reading["action_id"],
+        "status": status["action_id"],
+    }
+    assert len(reading["output"]["events"]) == 3
+    for path in surfaces(ids):
+        answer = await host.call("GET", path)
+        assert answer.status_code == 200, path
+        assert "internal.fault" not in answer.text
+
+
+async def answer_of(body: bytes) -> Exchange:
+    """A complete answer with this body."""
+    return Exchange(sent=True, status=200, content_type="application/json", body=body)
