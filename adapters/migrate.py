@@ -52,7 +52,8 @@ def migrate(dsn: str, *, schema: str | None = None, folder: Path = FOLDER) -> li
 
     `schema` (default: the connection's current schema) is made when it does not exist. Raises `MigrationRefused` when
     an applied file changed or is gone while a later one is here, and `psycopg.Error` when a file fails; a file that
-    fails leaves no trace. A schema that is newer than these files is left alone.
+    fails leaves no trace. A schema that is newer than these files is left alone. Where nothing
+    is missing, a role that may only read `schema_migrations` will do.
     """
     files = available(folder)
     done: list[Migration] = []
@@ -86,13 +87,15 @@ def _enter(connection: psycopg.Connection, schema: str | None) -> None:
         (schema,) = connection.execute("select current_schema()").fetchone() or (None,)
         if schema is None:
             raise MigrationRefused("the connection's search path names no schema that exists")
-    connection.execute(sql.SQL("create schema if not exists {}").format(sql.Identifier(schema)))
+    if connection.execute("select from pg_namespace where nspname = %s", (schema,)).fetchone() is None:
+        connection.execute(sql.SQL("create schema {}").format(sql.Identifier(schema)))
     _search(connection, schema)
-    connection.execute(
-        "create table if not exists schema_migrations ("
-        "number integer primary key, name text not null, checksum text not null, "
-        "applied_at timestamptz not null default clock_timestamp())"
-    )
+    if connection.execute("select to_regclass('schema_migrations')").fetchone() == (None,):
+        connection.execute(
+            "create table schema_migrations ("
+            "number integer primary key, name text not null, checksum text not null, "
+            "applied_at timestamptz not null default clock_timestamp())"
+        )
 
 
 def _search(connection: psycopg.Connection, schema: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from adapters.migrate import FOLDER, MigrationRefused, applied, available, migrate
 
@@ -79,3 +80,14 @@ def test_a_schema_of_its_own_is_made(dsn: str) -> None:
     assert migrate(dsn, schema="apart")
     assert applied(dsn) == []
     assert [m.number for m in applied(dsn, schema="apart")] == [m.number for m in available()]
+
+
+def test_a_role_that_owns_nothing_finds_nothing_missing(dsn: str) -> None:
+    migrate(dsn)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("create role starter login in role hermes_application")
+    try:
+        assert migrate(make_conninfo(dsn, user="starter")) == []
+    finally:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute("drop role starter")

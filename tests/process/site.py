@@ -171,7 +171,9 @@ class HostProcess:
                 self.public, self.operational = told["public"], told["operational"]
                 return True
         assert self.process is not None
-        assert self.process.poll() is None, self.err.read_text("utf-8", "replace")[-2000:]
+        assert self.process.poll() is None, (self.out.read_bytes() + self.err.read_bytes())[-2000:].decode(
+            errors="replace"
+        )
         return False
 
     def start(self) -> None:
