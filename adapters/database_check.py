@@ -42,8 +42,10 @@ def check_database(
     environ: Mapping[str, str],
     standby: bool = False,
     restricted: bool = False,
-) -> None:
+) -> bool:
     """Raise `DatabaseRefused` unless the database is fit; `psycopg.Error` when it cannot be asked.
+
+    True if a synchronous standby is named, so that what was only read has to be confirmed before it is told.
 
     `environ` is the environment in which eventsourcing's own factories would run. With `standby` a synchronous standby
     must be named; with `restricted` the role may not change events. Both are for databases that others run.
@@ -62,7 +64,8 @@ def check_database(
                 faults.append(f"{name} must be {fit[0]}, it is {value}")
         if _one(plain, "select pg_is_in_recovery()"):
             faults.append("this is a standby, not the primary")
-        if standby and not _one(plain, "select current_setting('synchronous_standby_names')"):
+        named = bool(_one(plain, "select current_setting('synchronous_standby_names')"))
+        if standby and not named:
             faults.append("synchronous_standby_names must name a standby")
         if not is_one_session(plain, other):
             faults.append(
@@ -75,6 +78,7 @@ def check_database(
             faults.append(f"the role must not have any of {CHANGES} on events")
     if faults:
         raise DatabaseRefused(faults)
+    return named
 
 
 def is_one_session(first: psycopg.Connection, second: psycopg.Connection) -> bool:

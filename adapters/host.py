@@ -96,6 +96,7 @@ class Wiring(msgspec.Struct, frozen=True, kw_only=True):
     journal: Journal
     vault: Vault
     store: JournalStore
+    standby: bool
     views: Views
     lease: HostLease
     endpoints: Endpoints
@@ -123,14 +124,20 @@ async def engine(
     state = settings.state.dir
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
-        dsn = await _database(settings, state, stack, environ, progress)
+        dsn, standby = await _database(settings, state, stack, environ, progress)
         journal = Journal(dsn, clock=clock)
         await _open(journal, stack)
         keys = PostgresKeys(dsn)
         stack.push_async_callback(keys.close)
         vault = Vault(master_key(state / "master-key", clock.entropy), keys, clock.entropy)
         await vault.admit()
-        store = JournalStore(journal, vault, clock.new_id, deadline_s=settings.limits.append_deadline_ms / 1000)
+        store = JournalStore(
+            journal,
+            vault,
+            clock.new_id,
+            deadline_s=settings.limits.append_deadline_ms / 1000,
+            standby=standby,
+        )
         tables = PostgresTables(dsn)
         stack.push_async_callback(tables.close)
         views = Views(tables, store, clock, wait_beyond=journal.wait_beyond)
@@ -219,6 +226,7 @@ async def engine(
                     journal=journal,
                     vault=vault,
                     store=store,
+                    standby=standby,
                     views=views,
                     lease=lease,
                     endpoints=endpoints,
@@ -266,8 +274,11 @@ async def _database(
     stack: AsyncExitStack,
     environ: Mapping[str, str],
     progress: Callable[[str], None],
-) -> str:
-    """The database's DSN: the configured one, or that of an embedded server which ends with the host."""
+) -> tuple[str, bool]:
+    """The database's DSN, and whether it has a synchronous standby.
+
+    The configured database, or an embedded server which ends with the host.
+    """
     secret = settings.dsn()
     if secret is None:
         progress("starting the embedded PostgreSQL")
@@ -278,12 +289,12 @@ async def _database(
         dsn = secret.reveal()
     try:
         await anyio.to_thread.run_sync(migrate, dsn)
-        await anyio.to_thread.run_sync(lambda: check_database(dsn, environ=environ))
+        standby = await anyio.to_thread.run_sync(lambda: check_database(dsn, environ=environ))
     except DatabaseRefused as error:
         raise HostError("storage.unsuitable", str(error)) from error
     except psycopg.Error as error:
         raise HostError("storage.unavailable", f"The database cannot be used: {type(error).__name__}.") from error
-    return dsn
+    return dsn, standby
 
 
 async def _refresh_all(endpoints: Endpoints) -> None:

@@ -34,6 +34,7 @@ from domain.events import (
     RequestRefused,
     action_history,
     key_history,
+    refusal_history,
     run_history,
     run_token,
 )
@@ -427,13 +428,6 @@ class Intake:
 
     async def refused(self, actor: Actor, route: str, code: str, subject: str) -> None:
         """Keep a refused mutation in the audit: who, where, which code; never what was sent."""
-        history = f"{actor.tenant}/aud/{self._vault.digest(actor.id.encode())[:40]}"
         event = RequestRefused(at=self._clock.now(), by=actor.id, route=route, code=code, subject=subject[:128])
-        for _ in range(APPEND_TRIES):
-            found = await self._store.load(history)
-            change = Change(history=history, expected=found[-1].version if found else 0, events=(event,))
-            try:
-                await self._append(Command(changes=(change,), cause="refusal"))
-            except Conflict:
-                continue
-            return
+        history = refusal_history(actor.tenant, self._clock.new_id("ref_"))
+        await self._append(Command(changes=(Change(history=history, expected=0, events=(event,)),), cause="refusal"))

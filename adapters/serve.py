@@ -133,6 +133,7 @@ def _ports(wiring: Wiring) -> HttpPorts:
         intake=wiring.intake,
         callers=wiring.principals,
         journal=wiring.journal,
+        confirm_reads=wiring.standby,
         vault=wiring.vault,
         views=wiring.views,
         notices=wiring.notices,

@@ -84,15 +84,25 @@ class Unreadable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JournalStore:
-    """Implements `domain.ports.Store`. `new_id` is the clock's; `deadline_s` bounds each append."""
+    """Implements `domain.ports.Store`. `new_id` is the clock's; `deadline_s` bounds each append.
+
+    `standby` says that acknowledged data has to be on a synchronous standby: then what was only read is confirmed.
+    """
 
     def __init__(
-        self, journal: Rows, vault: Vault, new_id: Callable[[str], str], *, deadline_s: float = DEADLINE_S
+        self,
+        journal: Rows,
+        vault: Vault,
+        new_id: Callable[[str], str],
+        *,
+        deadline_s: float = DEADLINE_S,
+        standby: bool = True,
     ) -> None:
         self._journal = journal
         self._vault = vault
         self._new_id = new_id
         self._deadline_s = deadline_s
+        self._standby = standby
 
     async def load(self, history: str) -> tuple[Recorded, ...]:
         """As `Store.load`; IntegrityFault for a history that cannot be read, HostError `storage.unavailable`."""
@@ -167,7 +177,12 @@ class JournalStore:
         return Fence(replica, taken)
 
     async def confirm(self) -> None:
-        """As `Store.confirm`; AppendUnknown when it is not known that acknowledged data reached where it must be."""
+        """As `Store.confirm`; AppendUnknown when it is not known that acknowledged data reached where it must be.
+
+        Without a standby a row that can be read is as durable as it gets, and nothing is asked.
+        """
+        if not self._standby:
+            return
         try:
             await self._journal.confirm(self._deadline_s)
         except NotConfirmed as error:

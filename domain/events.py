@@ -499,7 +499,7 @@ class RecoverySummed(Event, frozen=True, kw_only=True):
 
 
 class RequestRefused(Event, frozen=True, kw_only=True):
-    """An audited refusal: history <tenant>/aud/<principal digest>. Holds no content of the request."""
+    """An audited refusal, in a history of its own. Holds no content of the request."""
 
     topic = "audit.request_refused"
     by: str
@@ -564,6 +564,11 @@ def session_history(tenant: str, digest: str) -> str:
 def action_history(tenant: str, action_id: str) -> str:
     """History of one Action."""
     return f"{tenant}/act/{action_id}"
+
+
+def refusal_history(tenant: str, refusal_id: str) -> str:
+    """History of one audited refusal."""
+    return f"{tenant}/aud/{refusal_id}"
 
 
 def run_history(tenant: str, endpoint_id: str, token: str) -> str:
