@@ -32,7 +32,8 @@ from domain.approval import TenantPolicy
 from domain.binding import Run
 from domain.contracts import capability_id
 from domain.errors import HostError
-from domain.events import Recorded, RecoverySummed, Target, action_history, run_history, run_token, stream_history
+from domain.events import RecoverySummed, Target
+from domain.history import Recorded, action_history, run_history, run_token, stream_history
 from domain.ports import Unfinished
 from domain.provider import TERMINAL_STATES, Features
 from domain.stream import RunStream
@@ -64,6 +65,7 @@ class LogFinder:
         self._process, self._store, self._position = process, store, 0
         self._actions: dict[str, Action] = {}
         self._runs: dict[str, Run] = {}
+        self._streams: dict[str, RunStream] = {}
 
     async def unfinished(self) -> Sequence[Unfinished]:
         """See `Finder`."""
@@ -76,14 +78,18 @@ class LogFinder:
             elif kind == "run":
                 run = self._runs.get(event.history, Run())
                 self._runs[event.history] = binding.evolve(run, event.event, event.version)
+            elif kind == "str":
+                seen = self._streams.get(event.history, RunStream())
+                self._streams[event.history] = stream.evolve(seen, event.event, event.version)
         found = []
         for action in self._actions.values():
             if action.state is not State.SETTLED and action.owner is not None:
                 word = "approval" if action.state is State.AWAITING else "action"
                 request = action.request
                 found.append(Unfinished(kind=word, tenant=request.tenant, id=request.action_id, owner=action.owner))
-        for run in self._runs.values():
-            if run.ended is None and run.bound is not None and run.owner is not None:
+        for name, run in self._runs.items():
+            seen = self._streams.get(name.replace("/run/", "/str/"), RunStream())
+            if RunRow(run=run, stream=seen).open and run.bound is not None and run.owner is not None:
                 tie = run.bound
                 found.append(
                     Unfinished(

@@ -18,10 +18,10 @@ from domain.events import (
     GapClosed,
     GapOpened,
     KeyReserved,
-    Recorded,
     RunEnded,
     StatusSeen,
 )
+from domain.history import Recorded
 from domain.provider import TERMINAL_STATES
 from domain.values import Effect
 from tests.world.host import Host, World

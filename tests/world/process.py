@@ -17,7 +17,8 @@ import msgspec
 from adapters.store import JournalStore
 from adapters.vault import Vault
 from domain.errors import HostError
-from domain.events import Command, Recorded, SequenceTaken, Target
+from domain.events import SequenceTaken, Target
+from domain.history import Command, Recorded
 from domain.ports import AppendUnknown, NotStored
 from domain.provider import Exchange, Failure, Outgoing, StreamEnd, StreamItem
 from domain.values import Fence, Private
@@ -49,6 +50,7 @@ class Process:
         self.counting = False
         self.fault: Fault | None = None
         self.hit = ""
+        self.store_away = False
         self.cancel: Callable[[], None] = lambda: None
         self._scopes: set[anyio.CancelScope] = set()
         self._awake = anyio.Event()
@@ -77,7 +79,7 @@ class Process:
         if fault == "kill_before":
             self.kill()
         self._check()
-        if fault == "away":
+        if fault == "away" or (self.store_away and point.startswith("store.")):
             away = _away(point)
             if away is not None:
                 return cast("T", away)
