@@ -16,24 +16,15 @@ from typing import cast
 import anyio
 import msgspec
 from anyio.abc import TaskGroup
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from adapters.notices import Bell, Notices
 from domain import binding, stream
 from domain.binding import Run
 from domain.errors import IntegrityFault
-from domain.events import (
-    Change,
-    Command,
-    Event,
-    OwnerChanged,
-    SubscriptionOpened,
-    run_history,
-    run_token,
-    stream_history,
-)
+from domain.events import Event, OwnerChanged, SubscriptionOpened
+from domain.history import Change, Command, run_history, run_token, stream_history
 from domain.ports import AppendUnknown, Clock, Conflict, Fenced, Lease, NotStored, Provider, Store, Vault
-from domain.provider import Exchange, RawFrame, StreamEnd, StreamItem, StreamOpened, read_status
+from domain.provider import TERMINAL_EVENTS, Exchange, RawFrame, StreamEnd, StreamItem, StreamOpened, read_status
 from domain.reconciler import Finished, Hold, PollRun, RecordRun, RunFacts, Subscribe, WaitUntil, next_run_step
 from domain.requests import Trusted, events_request, status_request
 from domain.stream import Received, RunStream
@@ -51,12 +42,61 @@ Made = tuple[tuple[Event, ...], tuple[Event, ...]]
 
 
 class ObserverLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How far storing may lag behind receiving, and how long a stream may be silent."""
+    """How far storing may lag behind receiving, and how long a stream may be silent.
+
+    A stream is not read on while ``buffered_frames`` of it wait. ``storing`` streams are stored at once: while these
+    are many, the frames of the others gather into fewer and larger events.
+    """
 
     batch_ms: int = 50
     batch_frames: int = 256
     idle_s: float = 75.0
-    buffered_frames: int = 512
+    buffered_frames: int = 96
+    storing: int = 4
+
+
+class Inbox:
+    """Frames of one stream between receiving and storing. Leaving its block says that no more will come."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._frames: list[Received] = []
+        self._closed = False
+        self._filled, self._full, self._room = anyio.Event(), anyio.Event(), anyio.Event()
+
+    def __enter__(self) -> None:
+        """Frames may come."""
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+        self._filled.set()
+        self._full.set()
+
+    async def put(self, frame: Received) -> None:
+        """Add a frame as soon as there is room."""
+        while len(self._frames) >= self._limit:
+            self._room = anyio.Event()
+            await self._room.wait()
+        self._frames.append(frame)
+        self._filled.set()
+        if len(self._frames) >= self._limit:
+            self._full.set()
+
+    async def gather(self, seconds: float) -> bool:
+        """Wait for a frame, then so long for more of them, or until none fits in; False if no more will come."""
+        await self._filled.wait()
+        if not self._full.is_set():
+            with anyio.move_on_after(seconds):
+                await self._full.wait()
+        return bool(self._frames)
+
+    def take(self) -> list[Received]:
+        """All frames that wait."""
+        taken, self._frames = self._frames, []
+        if not self._closed:
+            self._filled, self._full = anyio.Event(), anyio.Event()
+        self._room.set()
+        return taken
 
 
 class Watched:
@@ -106,6 +146,7 @@ class Observer:
         self._endpoints, self._notices = endpoints, notices
         self._limits = limits or ObserverLimits()
         self._watched: dict[str, Watched] = {}
+        self._storing = anyio.Semaphore(self._limits.storing)
         self._tasks: TaskGroup | None = None
 
     @property
@@ -321,12 +362,13 @@ class Observer:
 
     async def _follow(self, watched: Watched, scope: anyio.CancelScope) -> None:
         reason = "ended_without_frame"
-        send, receive = anyio.create_memory_object_stream[Received | StreamOpened](self._limits.buffered_frames)
+        inbox = Inbox(min(self._limits.buffered_frames, self._limits.batch_frames))
         try:
             with scope:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._flush, watched, receive)
-                    reason = await self._receive(watched, send)
+                    tasks.start_soon(self._flush, watched, inbox)
+                    with inbox:
+                        reason = await self._receive(watched, inbox)
         except Exception:
             reason = "reader_failed"
             log.exception("stream.reader_failed", extra={"run": watched.run_history})
@@ -339,7 +381,7 @@ class Observer:
     def _closing(self, seen: RunStream, reason: str) -> tuple[Event, ...]:
         return stream.close(seen, reason, at=self._clock.now()) if seen.open else ()
 
-    async def _receive(self, watched: Watched, send: MemoryObjectSendStream[Received | StreamOpened]) -> str:
+    async def _receive(self, watched: Watched, inbox: Inbox) -> str:
         """Read the stream to its end; returns why it ended."""
         provider = self._endpoints[watched.endpoint_id]
         resume = watched.stream.last_id if watched.stream.subscriptions > 1 else None
@@ -347,14 +389,14 @@ class Observer:
         reason = "cut"
         # A stream is an async generator, which has to be closed by whoever stops reading it early.
         items = cast("AsyncGenerator[StreamItem, None]", provider.stream(out, self._limits.idle_s))
-        async with send, aclosing(items) as opened:
+        async with aclosing(items) as opened:
             async for item in opened:
                 match item:
                     case StreamOpened():
-                        await send.send(item)
+                        await self._keep(watched, lambda _, seen: ((), self._opened(seen)))
                     case RawFrame():
                         digest = self._vault.digest(item.raw) if b"approval.request" in item.raw else ""
-                        await send.send(Received(at=self._clock.now(), frame=item, digest=digest))
+                        await inbox.put(Received(at=self._clock.now(), frame=item, digest=digest))
                     case StreamEnd():
                         status = item.exchange.status if item.exchange else None
                         reason = item.reason if status is None else f"{item.reason}_{status}"
@@ -362,38 +404,27 @@ class Observer:
                         pass
         return reason
 
-    async def _flush(self, watched: Watched, receive: MemoryObjectReceiveStream[Received | StreamOpened]) -> None:
-        """Store what was received, at most ``batch_ms`` or ``batch_frames`` behind."""
-        async with receive:
-            async for first in receive:
-                if isinstance(first, StreamOpened):
-                    await self._keep(watched, lambda _, seen: ((), self._opened(seen)))
-                    continue
-                batch = [first]
-                try:
-                    await self._gather(batch, receive)
+    async def _flush(self, watched: Watched, inbox: Inbox) -> None:
+        """Store what was received, at most ``batch_ms`` or ``batch_frames`` behind while few streams are stored."""
+        batch: list[Received] = []
+        try:
+            while await inbox.gather(self._limits.batch_ms / 1000):
+                async with self._storing:
+                    batch = inbox.take()
                     await self._keep_frames(watched, batch)
-                except anyio.get_cancelled_exc_class():  # what was received is worth storing
-                    with anyio.move_on_after(LAST_STORE_S, shield=True):
-                        await self._keep_frames(watched, batch)
-                    raise
-
-    async def _gather(self, batch: list[Received], receive: MemoryObjectReceiveStream[Received | StreamOpened]) -> None:
-        with anyio.move_on_after(self._limits.batch_ms / 1000):
-            while len(batch) < self._limits.batch_frames:
-                try:
-                    item = await receive.receive()
-                except anyio.EndOfStream:
-                    return
-                if isinstance(item, Received):
-                    batch.append(item)
+                    batch = []
+        except anyio.get_cancelled_exc_class():  # what was received is worth storing
+            with anyio.move_on_after(LAST_STORE_S, shield=True):
+                for rest in (batch, inbox.take()):
+                    if rest:
+                        await self._keep_frames(watched, rest)
+            raise
 
     def _opened(self, seen: RunStream) -> tuple[Event, ...]:
         return (SubscriptionOpened(at=self._clock.now(), number=seen.subscriptions),)
 
     async def _keep_frames(self, watched: Watched, batch: list[Received]) -> None:
         digest = self._vault.digest(b"".join(received.frame.raw for received in batch))
-        end = stream.terminal_claim(batch)
 
         def make(run: Run, seen: RunStream) -> Made:
             if (seen.last_digest, seen.last_frame_at) == (digest, batch[-1].at):
@@ -403,7 +434,8 @@ class Observer:
             if frames is None:
                 return (), ()
             ended: tuple[Event, ...] = ()
-            if end is not None:
+            ends = any(kind in TERMINAL_EVENTS for kind, _ in frames.kinds)
+            if ends and (end := stream.terminal_claim(batch)) is not None:
                 state, body, marks = end
                 ended = binding.observe_end_frame(
                     run,
