@@ -212,13 +212,18 @@ def _unknown(facts: Facts, at: datetime) -> Step:
 
 
 def evidence(facts: Facts, *, at: datetime) -> EvidenceFound | None:
-    """Proof in the run's own records that an unknown choice or stop was applied; ``None`` proves nothing."""
+    """Proof in the run's own records that an unknown choice or stop was applied; ``None`` proves nothing.
+
+    A cancelled run proves a stop only if no other stop may have reached it.
+    """
     action, run = facts.action, facts.run
     attempt, request = action.attempt, action.request
     if attempt is None or run is None:
         return None
     attempt_id = attempt.claim.attempt_id
     if request.operation is Operation.RUN_STOP and run.ended is not None and run.ended.state == "cancelled":
+        if any(stop.may_have_acted for stop in run.stops if stop.claim.attempt_id != attempt_id):
+            return None  # any of several stops can have ended the run
         return EvidenceFound(
             at=at, attempt_id=attempt_id, proves="applied", source="run.cancelled", reference=run.ended.evidence
         )

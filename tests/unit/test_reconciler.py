@@ -17,6 +17,7 @@ from domain.events import (
     ChoiceAnswered,
     EvidenceFound,
     StopAnswered,
+    StopClaimed,
 )
 from domain.reconciler import (
     BACKOFF_MS,
@@ -371,6 +372,18 @@ def test_nothing_else_proves_what_became_of_a_choice(run_history: History, frame
 )
 def test_neither_stopping_nor_absence_nor_another_end_proves_a_stop(history: History) -> None:
     assert word(step_of(in_doubt(STOP), run=run(history))) == "Hold outcome_unknown"
+
+
+@pytest.mark.proves("A138")
+@pytest.mark.parametrize(
+    ("verdict", "proved"), [("accepted", False), ("unknown", False), ("", False), ("refused", True)]
+)
+def test_a_cancelled_run_proves_a_stop_only_if_no_other_stop_may_have_reached_it(verdict: str, proved: bool) -> None:
+    other = StopClaimed(at=moment(3), action_id="act_2", attempt_id="att_2")
+    answer = StopAnswered(at=moment(4), action_id="act_2", attempt_id="att_2", verdict=verdict)
+    others = (other, answer) if verdict else (other,)
+    history = ended((*stopped(bound(), "unknown"), *others), "cancelled")
+    assert isinstance(step_of(in_doubt(STOP), run=run(history)), Record) is proved
 
 
 def test_evidence_needs_an_attempt_and_a_run() -> None:
