@@ -20,7 +20,8 @@ import orjson
 
 from adapters.command import Stored
 from domain.errors import IntegrityFault
-from domain.events import TOPICS, Command, Event, Recorded
+from domain.events import TOPICS, Event
+from domain.history import Command, Recorded
 from domain.values import Fence, Plain, PrivateScope, Sealed
 
 Rebuild = Callable[[Any], Any]

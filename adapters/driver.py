@@ -20,20 +20,8 @@ from domain import action as actions
 from domain import requests
 from domain.action import Action
 from domain.errors import HostError, IntegrityFault
-from domain.events import (
-    ActionSettled,
-    AttemptClosed,
-    AttemptUnknown,
-    Change,
-    Command,
-    Event,
-    EvidenceFound,
-    OwnerChanged,
-    action_history,
-    run_history,
-    run_token,
-    stream_history,
-)
+from domain.events import ActionSettled, AttemptClosed, AttemptUnknown, Event, EvidenceFound, OwnerChanged
+from domain.history import Change, Command, action_history, run_history, run_token, stream_history
 from domain.ports import AppendUnknown, Clock, Conflict, Fenced, Lease, NotStored, Provider, Store
 from domain.provider import read_status
 from domain.reconciler import Claim, Facts, Finished, Hold, ReadStatus, Record, WaitUntil, answers_run, next_step

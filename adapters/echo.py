@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from adapters.lease import Watch
 from adapters.notices import LOOK_AGAIN_S, Notices
 from adapters.store import Unreadable
-from domain.events import Recorded
+from domain.history import Recorded
 from domain.ports import Clock
 
 log = logging.getLogger(__name__)

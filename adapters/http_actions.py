@@ -19,7 +19,7 @@ from adapters.view_tables import Filters
 from domain import contracts
 from domain.action import State
 from domain.errors import CallerError, HostError
-from domain.events import action_history, run_token, stream_history
+from domain.history import action_history, run_token, stream_history
 from domain.values import Actor, Effect, Mode, Operation
 from projections import feed, folded
 from projections.actions import ACTIONS, ActionRow, action_list, action_result, action_status

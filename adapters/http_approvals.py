@@ -16,16 +16,8 @@ from adapters.http_reading import confirm, history, owned_action, owner_filter, 
 from adapters.http_route import Answer, Call, Cursor, Limit
 from adapters.view_tables import Filters
 from domain.errors import CallerError, HostError, IntegrityFault
-from domain.events import (
-    ActionAccepted,
-    KeyReserved,
-    Recorded,
-    RequestRefused,
-    RunBound,
-    action_history,
-    run_history,
-    run_token,
-)
+from domain.events import ActionAccepted, KeyReserved, RequestRefused, RunBound
+from domain.history import Recorded, action_history, run_history, run_token
 from domain.values import SYSTEM, Actor, rfc3339
 from projections import feed
 from projections.actions import ACTIONS, ActionRow, sealed_input

@@ -25,7 +25,7 @@ from adapters.http_private import plain
 from adapters.http_reading import confirm, frames, history
 from adapters.http_route import Call, Feed
 from adapters.notices import LOOK_AGAIN_S
-from domain.events import Recorded, action_history, run_history, run_token, stream_history
+from domain.history import Recorded, action_history, run_history, run_token, stream_history
 from domain.values import Actor
 from projections import feed, folded
 from projections.actions import ACTIONS, ActionRow

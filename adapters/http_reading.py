@@ -18,7 +18,8 @@ from adapters.http_private import may_open, open_all
 from adapters.journal import NotConfirmed
 from adapters.view_tables import Filters
 from domain.errors import CallerError, HostError, IntegrityFault, NotNow
-from domain.events import ActionAccepted, FramesStored, Recorded, action_history
+from domain.events import ActionAccepted, FramesStored
+from domain.history import Recorded, action_history
 from domain.values import ID_PATTERN, Actor
 from projections import feed, folded
 from projections.actions import ACTIONS, ActionRow

@@ -24,14 +24,11 @@ from domain.action import Action, State
 from domain.approval import TenantPolicy
 from domain.contracts import CONTRACTS, parse_capability
 from domain.errors import CallerError, HostError, NotNow
-from domain.events import (
-    ActionAccepted,
+from domain.events import ActionAccepted, Event, KeyReserved, RequestRefused
+from domain.history import (
     Change,
     Command,
-    Event,
-    KeyReserved,
     Recorded,
-    RequestRefused,
     action_history,
     key_history,
     refusal_history,

@@ -16,16 +16,8 @@ import anyio
 import msgspec
 
 from domain.errors import HostError
-from domain.events import (
-    Change,
-    Command,
-    LeaseRenewed,
-    Recorded,
-    SequenceExpired,
-    SequenceTaken,
-    fence_history,
-    host_history,
-)
+from domain.events import LeaseRenewed, SequenceExpired, SequenceTaken
+from domain.history import Change, Command, Recorded, fence_history, host_history
 from domain.ports import AppendUnknown, Clock, Conflict, Fenced, NotStored, Store
 from domain.values import Fence
 

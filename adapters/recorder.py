@@ -17,6 +17,7 @@ from psycopg.rows import DictRow
 from psycopg.sql import SQL, Composed, Identifier
 
 from adapters.append_call import pinned
+from adapters.bounded_connection import BoundedConnection
 from adapters.command import Stored
 
 APPEND_LOCK = 1751478637
@@ -40,6 +41,7 @@ def datastore(dsn: str, *, schema: str, connections: int = 4, timeout_s: float =
         schema=schema,
         originator_id_type="text",
     )
+    store.pool.connection_class = BoundedConnection
     if isinstance(store.pool.kwargs, dict):
         store.pool.kwargs.update(parts)
         for name in ("host", "password", "user", "dbname"):

@@ -28,19 +28,14 @@ from domain.events import (
     AttemptClaimed,
     AttemptClosed,
     AttemptUnknown,
-    Change,
     ChoiceAnswered,
     ChoiceClaimed,
-    Command,
     Event,
     HandleTaken,
-    Recorded,
     RunBound,
     StopClaimed,
-    handle_history,
-    run_history,
-    run_token,
 )
+from domain.history import Change, Command, Recorded, handle_history, run_history, run_token
 from domain.ports import AppendUnknown, Clock, Conflict, Fenced, Lease, NotStored, Provider, Store, TooLate, Vault
 from domain.provider import Exchange, Judgement, Outgoing, Verdict, judge
 from domain.reconciler import Facts, Record, answers_run, next_step

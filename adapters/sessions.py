@@ -12,7 +12,8 @@ from domain import action as actions
 from domain import binding
 from domain.binding import Run
 from domain.errors import CallerError
-from domain.events import Change, SessionTaken, action_history, run_history, run_token, session_history
+from domain.events import SessionTaken
+from domain.history import Change, action_history, run_history, run_token, session_history
 from domain.ports import Store, Vault
 from domain.reconciler import is_over
 from domain.values import canonical

@@ -17,7 +17,8 @@ from adapters.codec import decode, encode, encode_event, sealing_time
 from adapters.command import FENCE_PREFIX, NotConfirmed, NotTaken, Outcome, Stored, Verdict, fence_history
 from adapters.vault import Vault
 from domain.errors import HostError, IntegrityFault
-from domain.events import Command, Recorded, SequenceTaken
+from domain.events import SequenceTaken
+from domain.history import Command, Recorded
 from domain.ports import AppendUnknown, Conflict, Fenced, NotStored, TooLate
 from domain.values import Fence
 

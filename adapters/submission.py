@@ -9,7 +9,7 @@ import msgspec
 from domain.action import Action
 from domain.contracts import Contract
 from domain.errors import CallerError
-from domain.events import Change
+from domain.history import Change
 from domain.requests import check_run_input, check_start_input
 from domain.values import ID_PATTERN, Actor, Mode, Operation
 

@@ -15,15 +15,8 @@ from adapters.driver import Driver
 from adapters.lease import HostLease, Watch
 from adapters.observer import Observer
 from domain.errors import IntegrityFault
-from domain.events import (
-    Change,
-    Command,
-    RecoverySummed,
-    SequenceExpired,
-    SequenceTaken,
-    fence_history,
-    host_history,
-)
+from domain.events import RecoverySummed, SequenceExpired, SequenceTaken
+from domain.history import Change, Command, fence_history, host_history
 from domain.ports import Clock, Conflict, Finder, Store, Unfinished
 from domain.values import Fence
 

@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from adapters.append_call import pinned
+from adapters.bounded_connection import BoundedConnection
 from domain.errors import HostError, IntegrityFault
 from domain.values import Private, PrivateScope, Sealed, canonical
 
@@ -160,7 +161,9 @@ class PostgresKeys:
 
     def _once(self, statement: LiteralString, values: list[Any]) -> list[tuple[Any, ...]]:
         if self._connection is None:
-            self._connection = psycopg.connect(self._dsn, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S)
+            self._connection = BoundedConnection.connect(
+                self._dsn, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S
+            )
         cursor = self._connection.execute(statement, values)
         return cursor.fetchall() if cursor.description else []
 

@@ -18,6 +18,7 @@ from psycopg import sql
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from adapters.append_call import pinned
+from adapters.bounded_connection import BoundedConnection
 from adapters.view_tables import COUNTED, NARROW, Batch, Difference, Fault, Filters, Place
 from domain.errors import NotNow
 from projections import Facets
@@ -70,6 +71,7 @@ class PostgresTables:
     def __init__(self, dsn: str, *, schema: str = "public", connections: int = 4) -> None:
         self._pool = ConnectionPool(
             pinned(dsn, schema, "views"),
+            connection_class=BoundedConnection,
             min_size=0,
             max_size=connections,
             open=False,

@@ -20,7 +20,7 @@ from adapters.codec import _strict_struct as strict_struct
 from adapters.store import Unreadable
 from adapters.view_tables import COUNTED, Batch, Difference, Entry, Fault, Filters, Place, Tables, count_key
 from domain.errors import CallerError, HostError, NotNow
-from domain.events import Recorded
+from domain.history import Recorded
 from domain.values import canonical, sha256
 from projections import Projection, Row
 from projections.actions import ACTIONS

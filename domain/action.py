@@ -31,9 +31,9 @@ from domain.events import (
     Event,
     EvidenceFound,
     OwnerChanged,
-    Recorded,
     Target,
 )
+from domain.history import Recorded
 from domain.values import MUTATIONS, Actor, Effect, Fence, Operation, after
 
 

@@ -20,7 +20,6 @@ from domain.events import (
     Event,
     IntegrityMarked,
     OwnerChanged,
-    Recorded,
     RunBound,
     RunDeadlinePassed,
     RunEnded,
@@ -29,6 +28,7 @@ from domain.events import (
     StopAnswered,
     StopClaimed,
 )
+from domain.history import Recorded
 from domain.provider import TERMINAL_STATES, Exchange, StatusReading
 from domain.stream import PendingAsk, RunStream
 from domain.values import Fence, Plain, Private, after
@@ -332,20 +332,29 @@ def check_choice(
         raise CallerError("approval.not_pending", details={"pending": len(stream.pending)})
     if not resolve_all and len(reviewed) != 1:
         raise CallerError("approval.review_required", "One choice answers one request.")
-    if resolve_all and set(reviewed) != set(pending):
-        raise CallerError("approval.review_required", "Every pending request has to be reviewed.")
-    if not resolve_all and not by_request and stream.pending[0].ask.digest != reviewed[0]:
-        raise CallerError("approval.not_oldest", details={"oldest": stream.pending[0].ask.digest})
     chosen = tuple(pending[digest] for digest in reviewed)
     taken = {number for item in run.choices if _may_have_acted(item) for number in item.claim.generations}
     for item in chosen:
         if item.ask.generation in taken:
             raise CallerError("approval.already_decided", details={"generation": item.ask.generation})
+    applied = {number for item in run.choices if _was_applied(item) for number in item.claim.generations}
+    waiting = [item.ask.digest for item in stream.pending if item.ask.generation not in applied]
+    if resolve_all and set(reviewed) != set(waiting):
+        raise CallerError("approval.review_required", "Every pending request has to be reviewed.")
+    if not resolve_all and not by_request and waiting[0] != reviewed[0]:
+        raise CallerError("approval.not_oldest", details={"oldest": waiting[0]})
+    for item in chosen:
         if item.ask.choices and choice not in item.ask.choices:
             raise CallerError("approval.choice_not_offered", details={"offered": list(item.ask.choices)})
         if at >= after(item.at, approval_timeout_ms):
             raise CallerError("approval.provider_timeout", details={"after_ms": approval_timeout_ms})
     return chosen
+
+
+def _was_applied(choice: Choice) -> bool:
+    """True if the receipt proves that exactly the reviewed requests left the queue, before the stream says so."""
+    answer = choice.answer
+    return answer is not None and answer.verdict == "accepted" and answer.resolved == len(choice.claim.generations)
 
 
 def _may_have_acted(choice: Choice) -> bool:

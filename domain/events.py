@@ -1,4 +1,4 @@
-"""Everything this system can remember: one frozen value per event, and the envelope in which it is stored.
+"""Everything this system can remember: one frozen value per event.
 
 An event says what was decided or seen, in the past tense, with the time at which it was. Private content (inputs,
 outputs, frames, provider texts) is a ``Private`` member; every other member is clear and is all that decisions use.
@@ -13,7 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from domain.provider import Features
-from domain.values import ID_PATTERN, Effect, Fence, Mode, Operation, Private, PrivateScope, sha256
+from domain.values import Effect, Fence, Mode, Operation, Private
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -22,9 +22,6 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     topic: ClassVar[str]
     class_version: ClassVar[int] = 1
     at: datetime
-
-
-# ---- keys: history <tenant>/key/<digest> ---------------------------------------------------------------------------
 
 
 class KeyReserved(Event, frozen=True, kw_only=True):
@@ -38,18 +35,12 @@ class KeyReserved(Event, frozen=True, kw_only=True):
     expires_at: datetime
 
 
-# ---- conversations: history <tenant>/ses/<digest> ------------------------------------------------------------------
-
-
 class SessionTaken(Event, frozen=True, kw_only=True):
     """A start names this conversation. ``beside`` holds the earlier starts in it that were not over then."""
 
     topic = "session.taken"
     action_id: str
     beside: tuple[str, ...] = ()
-
-
-# ---- Actions: history <tenant>/act/<action id> ---------------------------------------------------------------------
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,13 +52,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     config_revision: str = ""
     credential_revision: str = ""
     features: Features = Features()
-
-
-class Callback(msgspec.Struct, frozen=True, kw_only=True):
-    """Where results are delivered (AIP 1.3)."""
-
-    profile: str
-    target: str
 
 
 class ActionAccepted(Event, frozen=True, kw_only=True):
@@ -104,7 +88,6 @@ class ActionAccepted(Event, frozen=True, kw_only=True):
     history_kind: str = "none"
     session_key: Private | None = None
     run_deadline: datetime | None = None
-    callback: Callback | None = None
     trace_id: str = ""
     correlation_id: str = ""
     aip_session: str = ""
@@ -246,9 +229,6 @@ class OwnerChanged(Event, frozen=True, kw_only=True):
     previous: Fence
 
 
-# ---- Bindings: history <tenant>/run/<endpoint>/<run token> -------------------------------------------------------
-
-
 class HandleTaken(Event, frozen=True, kw_only=True):
     """Uniqueness of a handle per endpoint, whatever the tenant: history -/handle/<endpoint>/<digest of the run id>."""
 
@@ -378,9 +358,6 @@ class RunDeadlinePassed(Event, frozen=True, kw_only=True):
     topic = "run.deadline_passed"
 
 
-# ---- Streams: history <tenant>/str/<endpoint>/<run token> --------------------------------------------------------
-
-
 class SubscriptionIntended(Event, frozen=True, kw_only=True):
     """Stored before a stream is opened, so that on a provider without replay it is opened once, ever."""
 
@@ -398,7 +375,8 @@ class SubscriptionOpened(Event, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One ``approval.request`` frame: our generation (from 1, order of arrival), its digest and what it offers."""
+    """One ``approval.request`` frame: our generation (from 1, order of arrival), what it offers, and the digest by which
+    it is reviewed: the generation, a colon and the keyed digest of the frame's bytes."""
 
     generation: int
     seq: int
@@ -457,9 +435,6 @@ class StreamClosed(Event, frozen=True, kw_only=True):
     reason: str
 
 
-# ---- Hosts: histories -/fence/<replica> (version = sequence) and -/host/<replica> ----------------------------------
-
-
 class SequenceTaken(Event, frozen=True, kw_only=True):
     """A host process took the next sequence of its replica; every older process of it decides nothing any more."""
 
@@ -508,94 +483,5 @@ class RequestRefused(Event, frozen=True, kw_only=True):
     subject: str = ""
 
 
-# ---- the envelope --------------------------------------------------------------------------------------------------
-
-
-class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """An event where it stands: its history and version, the position in the journal, who decided it and why."""
-
-    history: str
-    version: int
-    position: int
-    event_id: str
-    event: Event
-    fence: Fence | None = None
-    cause: str = ""
-
-
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Events to be appended to one history that stands at version ``expected``."""
-
-    history: str
-    expected: int
-    events: tuple[Event, ...]
-    scope: PrivateScope | None = None
-
-
-class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes that are stored together or not at all. With a ``fence`` it is a decision, without one an observation.
-
-    ``not_after`` refuses the command once the database's clock has passed it (approval and key expiry).
-    """
-
-    changes: tuple[Change, ...]
-    fence: Fence | None = None
-    not_after: datetime | None = None
-    cause: str = ""
-
-
-def _all_events() -> dict[str, type[Event]]:
-    return {kind.topic: kind for kind in Event.__subclasses__()}
-
-
-TOPICS: dict[str, type[Event]] = _all_events()
-
-
-def key_history(tenant: str, digest: str) -> str:
-    """History of one idempotency key."""
-    return f"{tenant}/key/{digest}"
-
-
-def session_history(tenant: str, digest: str) -> str:
-    """History of one conversation at one endpoint."""
-    return f"{tenant}/ses/{digest}"
-
-
-def action_history(tenant: str, action_id: str) -> str:
-    """History of one Action."""
-    return f"{tenant}/act/{action_id}"
-
-
-def refusal_history(tenant: str, refusal_id: str) -> str:
-    """History of one audited refusal."""
-    return f"{tenant}/aud/{refusal_id}"
-
-
-def run_history(tenant: str, endpoint_id: str, token: str) -> str:
-    """History of one binding."""
-    return f"{tenant}/run/{endpoint_id}/{token}"
-
-
-def stream_history(tenant: str, endpoint_id: str, token: str) -> str:
-    """History of one run's stream."""
-    return f"{tenant}/str/{endpoint_id}/{token}"
-
-
-def handle_history(endpoint_id: str, token: str) -> str:
-    """History that makes a handle unique at its endpoint."""
-    return f"-/handle/{endpoint_id}/{token}"
-
-
-def host_history(replica: str) -> str:
-    """History of one replica's host processes."""
-    return f"-/host/{replica}"
-
-
-def fence_history(replica: str) -> str:
-    """History whose version is the replica's current sequence."""
-    return f"-/fence/{replica}"
-
-
-def run_token(run_id: str) -> str:
-    """The part of a history's name that stands for a handle: itself if short and plain, else a digest."""
-    return run_id if ID_PATTERN.match(run_id) and len(run_id) <= 64 else "h" + sha256(run_id.encode())[:40]
+TOPICS: dict[str, type[Event]] = {kind.topic: kind for kind in Event.__subclasses__()}
+"""Every event by its topic: the closed table from which stored events are read."""

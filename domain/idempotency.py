@@ -13,7 +13,8 @@ from typing import Any
 from domain.action import Action, State
 from domain.contracts import KEY_TTL_MS
 from domain.errors import CallerError
-from domain.events import KeyReserved, Recorded
+from domain.events import KeyReserved
+from domain.history import Recorded
 from domain.values import KEY_LIMIT, Actor, after, canonical
 
 FINGERPRINT_VERSION = "f1"

@@ -11,7 +11,8 @@ from typing import Protocol
 
 import msgspec
 
-from domain.events import Command, Recorded, Target
+from domain.events import Target
+from domain.history import Command, Recorded
 from domain.provider import Exchange, Outgoing, StreamItem
 from domain.values import Fence, Private
 

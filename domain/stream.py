@@ -19,11 +19,11 @@ from domain.events import (
     FramesStored,
     GapClosed,
     GapOpened,
-    Recorded,
     StreamClosed,
     SubscriptionIntended,
     SubscriptionOpened,
 )
+from domain.history import Recorded
 from domain.provider import STREAM_TERMINAL_NAMES, TERMINAL_EVENTS, RawFrame, end_marks
 from domain.values import Fence, Plain, after, milliseconds
 
@@ -224,7 +224,7 @@ def _ask(view: FrameView, received: Received, generation: int, seq: int) -> Ask:
     return Ask(
         generation=generation,
         seq=seq,
-        digest=received.digest,
+        digest=f"{generation}:{received.digest}",  # the same text asked twice is two requests to be reviewed
         choices=tuple(word for word in choices if isinstance(word, str))[:16] if isinstance(choices, list) else (),
         request_id=request_id[:256] if isinstance(request_id, str) else "",
     )

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from domain.events import Recorded
+from domain.history import Recorded
 from domain.values import Sealed, rfc3339, sha256
 
 FACTS_FIRST = 16

@@ -23,8 +23,8 @@ from domain.events import (
     AttemptUnknown,
     Event,
     EvidenceFound,
-    Recorded,
 )
+from domain.history import Recorded
 from domain.values import MUTATIONS, Effect, Operation, Sealed, rfc3339
 from projections import Facets, Projection, Row, sealed, with_fact, with_needs, without_content
 

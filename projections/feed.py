@@ -24,9 +24,9 @@ from domain.events import (
     CancelWished,
     Event,
     FramesStored,
-    Recorded,
     RequestRefused,
 )
+from domain.history import Recorded
 from domain.provider import TERMINAL_EVENTS, RawFrame
 from domain.stream import view_frame
 from domain.values import Operation, Sealed, rfc3339

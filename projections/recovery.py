@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from domain import binding
-from domain.events import Recorded
+from domain.history import Recorded
 from domain.values import rfc3339
 from projections import Need
 from projections.actions import ActionRow

@@ -24,7 +24,6 @@ from domain.events import (
     GapClosed,
     GapOpened,
     IntegrityMarked,
-    Recorded,
     RunBound,
     RunEnded,
     StatusSeen,
@@ -32,8 +31,8 @@ from domain.events import (
     StopAnswered,
     StopClaimed,
     StreamClosed,
-    run_token,
 )
+from domain.history import Recorded, run_token
 from domain.stream import Gap, PendingAsk, RunStream
 from domain.values import Operation, Sealed, after, rfc3339
 from projections import Facets, Projection, Row, evidence, sealed, told_facts, with_fact, with_needs, without_content

@@ -26,7 +26,6 @@ from domain.events import (
     ChoiceAnswered,
     ChoiceClaimed,
     Event,
-    Recorded,
     RunBound,
     RunEnded,
     StatusSeen,
@@ -36,6 +35,7 @@ from domain.events import (
     SubscriptionIntended,
     Target,
 )
+from domain.history import Recorded
 from domain.provider import Exchange, Failure, Features, RawFrame, judge
 from domain.stream import Received, RunStream
 from domain.values import Actor, Fence, Mode, Operation, Plain, after, sha256

@@ -20,17 +20,13 @@ from domain.events import (
     AttemptUnknown,
     Event,
     FramesStored,
-    Recorded,
     RunBound,
     RunEnded,
     StatusSeen,
     SubscriptionIntended,
     Target,
-    action_history,
-    run_history,
-    run_token,
-    stream_history,
 )
+from domain.history import Recorded, action_history, run_history, run_token, stream_history
 from domain.provider import Features
 from domain.values import Effect, Fence, Mode, Operation, Sealed
 

@@ -32,6 +32,7 @@ class Rule:
     action: str
     times: int = 1
     seconds: float = 0.0
+    holding: bytes = b""
 
 
 @dataclass(eq=False)
@@ -42,6 +43,7 @@ class Link:
     server: socket.socket
     application: str = ""
     in_call: bool = False
+    call: bytes = b""
     frozen: threading.Event = field(default_factory=threading.Event)
     gone: threading.Event = field(default_factory=threading.Event)
 
@@ -86,9 +88,11 @@ class PgProxy:
             link.client.close()
             link.server.close()
 
-    def add(self, application: str, point: str, action: str, *, times: int = 1, seconds: float = 0.0) -> Rule:
-        """Arrange a fault."""
-        rule = Rule(application, point, action, times, seconds)
+    def add(
+        self, application: str, point: str, action: str, *, times: int = 1, seconds: float = 0.0, holding: bytes = b""
+    ) -> Rule:
+        """Arrange a fault; with `holding`, for appends that hold these bytes alone."""
+        rule = Rule(application, point, action, times, seconds, holding)
         with self._lock:
             self._rules.append(rule)
         return rule
@@ -151,7 +155,7 @@ class PgProxy:
                 kind, body = _message(link.client)
                 point = ""
                 if kind == b"B" and body[4:].startswith(b"\0append\0"):
-                    link.in_call, point = True, "call"
+                    link.in_call, link.call, point = True, body, "call"
                 elif kind == b"S" and link.in_call:
                     point = "sync"
                 self._pass(link, point, link.server, kind + body)
@@ -196,7 +200,7 @@ class PgProxy:
             key = (link.application, point)
             self.counts[key] = self.counts.get(key, 0) + 1
             for rule in self._rules:
-                if (rule.application, rule.point) == key and rule.times != 0:
+                if (rule.application, rule.point) == key and rule.times != 0 and rule.holding in link.call:
                     rule.times -= 1
                     return rule
         return None

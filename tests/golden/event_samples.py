@@ -21,7 +21,8 @@ import msgspec
 
 from adapters.codec import encode
 from adapters.vault import DataKey, MemoryKeys, Vault
-from domain.events import TOPICS, Change, Command, Event
+from domain.events import TOPICS, Event
+from domain.history import Change, Command
 from domain.values import Fence, Plain, PrivateScope, Sealed
 
 FOLDER = Path(__file__).parent / "events"

@@ -30,7 +30,8 @@ from adapters.vault import MemoryKeys, Vault
 from adapters.view_tables import MemoryTables
 from adapters.views import Views
 from domain.approval import TenantPolicy
-from domain.events import Recorded, Target
+from domain.events import Target
+from domain.history import Recorded
 from domain.provider import Exchange, Failure, Outgoing, RawFrame, StreamEnd, StreamItem, StreamOpened
 from domain.values import Actor
 

@@ -17,18 +17,8 @@ from adapters.migrate import migrate
 from adapters.store import JournalStore, Rows, Unreadable
 from adapters.vault import MemoryKeys, PostgresKeys, Vault
 from domain.errors import HostError, IntegrityFault
-from domain.events import (
-    CancelWished,
-    Change,
-    Command,
-    LeaseRenewed,
-    Recorded,
-    SequenceExpired,
-    SequenceTaken,
-    StatusSeen,
-    fence_history,
-    host_history,
-)
+from domain.events import CancelWished, LeaseRenewed, SequenceExpired, SequenceTaken, StatusSeen
+from domain.history import Change, Command, Recorded, fence_history, host_history
 from domain.ports import AppendUnknown, Conflict, Fenced, NotStored, TooLate
 from domain.values import Fence, Plain, PrivateScope, Sealed
 from tests.golden.event_samples import MASTER

@@ -18,7 +18,7 @@ from adapters.view_postgres import PostgresTables
 from adapters.view_tables import Filters
 from adapters.views import Views, decode_row
 from domain.errors import HostError
-from domain.events import Change, Command
+from domain.history import Change, Command
 from domain.values import Plain, PrivateScope
 from projections.actions import ACTIONS
 from tests.golden.event_samples import MASTER

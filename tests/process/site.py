@@ -21,7 +21,7 @@ from adapters.codec import decode
 from adapters.command import Stored
 from adapters.credentials import Secret, bearer_key, write_secret
 from adapters.postgres import EmbeddedPostgres
-from domain.events import Recorded
+from domain.history import Recorded
 from tests.pg import fresh_database, state_folder, until
 
 CLOCK = SystemClock()

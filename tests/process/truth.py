@@ -6,14 +6,8 @@ from collections import Counter, defaultdict
 
 from domain import action as actions
 from domain.action import Action, State
-from domain.events import (
-    AttemptClaimed,
-    AttemptUnknown,
-    Recorded,
-    RunEnded,
-    SequenceExpired,
-    SequenceTaken,
-)
+from domain.events import AttemptClaimed, AttemptUnknown, RunEnded, SequenceExpired, SequenceTaken
+from domain.history import Recorded
 from domain.values import Effect
 from tests.process.site import Site
 

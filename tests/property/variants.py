@@ -13,7 +13,8 @@ import msgspec
 from adapters.sender import Sender
 from domain import action as actions
 from domain.action import Action
-from domain.events import AttemptClaimed, Command, Recorded
+from domain.events import AttemptClaimed
+from domain.history import Command, Recorded
 from domain.ports import AppendUnknown, NotStored, Provider, Store
 from domain.provider import Exchange, Failure, Outgoing, StreamItem
 from tests.world.host import ENDPOINT, Host

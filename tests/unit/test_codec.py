@@ -18,7 +18,8 @@ from adapters.codec import decode, encode, encode_event
 from adapters.command import Stored
 from adapters.vault import DataKey, MemoryKeys, Vault
 from domain.errors import IntegrityFault
-from domain.events import TOPICS, Change, Command, Event, KeyReserved, RunBound, StatusSeen
+from domain.events import TOPICS, Event, KeyReserved, RunBound, StatusSeen
+from domain.history import Change, Command
 from domain.values import Fence, Plain, Sealed
 from tests.golden.event_samples import (
     AT,

@@ -16,8 +16,8 @@ from domain.events import (
     CancelWished,
     Event,
     FramesStored,
-    Recorded,
 )
+from domain.history import Recorded
 from domain.values import Effect, Fence, Mode, Operation, Plain, Sealed
 from projections import feed
 from projections.masking import REDACTED

@@ -122,7 +122,19 @@ def test_masking_twice_is_masking_once_and_gives_json(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a" * 200_000, "token" * 40_000, "://" * 60_000, "password=" * 20_000, '"' * 200_000, "-u a:" * 40_000, "-" * 200_000, "--a" * 60_000, "sk_" * 60_000, "-----BEGIN " * 20_000]
+    "text",
+    [
+        "a" * 200_000,
+        "token" * 40_000,
+        "://" * 60_000,
+        "password=" * 20_000,
+        '"' * 200_000,
+        "-u a:" * 40_000,
+        "-" * 200_000,
+        "--a" * 60_000,
+        "sk_" * 60_000,
+        "-----BEGIN " * 20_000,
+    ],
 )
 def test_long_texts_are_masked_in_time(text: str) -> None:
     assert isinstance(mask_text(text), str)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from domain import action as actions
 from domain.action import State
 from domain.errors import HostError
-from domain.events import ApprovalExpired, CancelWished, EvidenceFound, Recorded
+from domain.events import ApprovalExpired, CancelWished, EvidenceFound
+from domain.history import Recorded
 from domain.values import Effect, Mode, Operation
 from projections import FACTS_FIRST, FACTS_LAST, folded
 from projections.actions import (

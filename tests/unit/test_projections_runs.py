@@ -19,8 +19,8 @@ from domain.events import (
     StopAnswered,
     StopClaimed,
     StreamClosed,
-    run_token,
 )
+from domain.history import run_token
 from domain.values import Operation
 from projections import folded
 from projections.recovery import REASONS, needs_after, needs_person, recovery_view, unfinished_run
