@@ -369,7 +369,7 @@ class Intake:
                 at=self._clock.now(),
             )
 
-        return await self._change(actor, action_id, make)
+        return await self._change(actor, action_id, make, decides=True)
 
     async def cancel(self, actor: Actor, action_id: str, reason: str) -> Cancelled:
         """Cancel an Action; a stop is asked for, once and under the policy, only if its input holds a run id."""
@@ -398,7 +398,10 @@ class Intake:
             return Cancelled(action=action, what="cancelled_without_effect" if without_effect else "nothing_to_do")
         return Cancelled(action=action, what="wish_stored")
 
-    async def _change(self, actor: Actor, action_id: str, make: Callable[[Action], tuple[Event, ...]]) -> Action:
+    async def _change(
+        self, actor: Actor, action_id: str, make: Callable[[Action], tuple[Event, ...]], *, decides: bool = False
+    ) -> Action:
+        """Append what ``make`` says of the Action as it stands; a decision, not after its approval has run out."""
         history = action_history(actor.tenant, action_id)
         for _ in range(APPEND_TRIES):
             action = actions.replay(await self._store.load(history))
@@ -407,7 +410,7 @@ class Intake:
                 return action
             change = Change(history=history, expected=action.version, events=events)
             approval = action.approval
-            not_after = approval.usable_until if approval and action.state is State.AWAITING else None
+            not_after = approval.usable_until if decides and approval and action.state is State.AWAITING else None
             try:
                 stored = await self._append(
                     Command(changes=(change,), fence=self._lease.fence, not_after=not_after, cause=f"by {actor.id}")
