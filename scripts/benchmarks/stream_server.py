@@ -87,6 +87,8 @@ class StreamServer:
                 group.changed.clear()
                 await group.changed.wait()
             return {}
+        if parts[1:2] != ["runs"]:
+            return {}
         state = "completed" if parts[2] in self._ended else "running"
         return {"object": "hermes.run", "run_id": parts[2], "status": state}
 

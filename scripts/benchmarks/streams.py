@@ -30,7 +30,8 @@ from benchmarks.table import Benchmark, Measure, World
 
 from adapters.notices import Notices, Placed
 from domain import stream
-from domain.events import Change, Command, FramesStored, RunBound, run_history, run_token, stream_history
+from domain.events import FramesStored, RunBound
+from domain.history import Change, Command, run_history, run_token, stream_history
 from domain.provider import RawFrame
 from domain.requests import Trusted, events_request
 
