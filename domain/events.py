@@ -375,8 +375,10 @@ class SubscriptionOpened(Event, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One ``approval.request`` frame: our generation (from 1, order of arrival), what it offers, and the digest by which
-    it is reviewed: the generation, a colon and the keyed digest of the frame's bytes."""
+    """One ``approval.request`` frame: our generation (from 1, order of arrival), its digest and what it offers.
+
+    ``digest`` is what a review names. The same text asked twice has two digests.
+    """
 
     generation: int
     seq: int

