@@ -157,7 +157,12 @@ def verify(
         str, Parameter(help="Prompt that makes the agent ask before a command; answered with deny, or stopped.")
     ] = "",
     restart_command: Annotated[str, Parameter(help="Command that kills and restarts the endpoint's process.")] = "",
-    retention: Annotated[bool, Parameter(help="Wait until the endpoint has dropped a finished run (an hour).")] = False,
+    retention: Annotated[
+        bool,
+        Parameter(
+            help="Wait until the endpoint has dropped a finished run: an hour, or a day where it keeps keyed runs."
+        ),
+    ] = False,
     approver_token_file: Annotated[Path | None, Parameter(help="Token of a principal that may approve.")] = None,
     record: Annotated[Path | None, Parameter(help="Write the evidence record to this JSON file.")] = None,
     wait: Annotated[int, Parameter(help="Seconds until a step counts as failed.")] = 120,

@@ -222,6 +222,10 @@ class _Process:
             await self._uvicorn.serve(sockets=[self._listener])
         finally:
             sweeping.cancel()
+            await asyncio.sleep(0)  # a connection that was being accepted at the end gets its transport
+            for transport in list(self._transports.values()):
+                transport.abort()
+            await asyncio.sleep(0)
 
     async def _sweep(self) -> None:
         while True:

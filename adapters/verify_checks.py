@@ -19,6 +19,7 @@ from adapters.verify_trial import Trial
 from domain.errors import HostError
 
 RESTART_S = 300
+RETENTION_S, KEYED_RETENTION_S = 4_500, 88_200
 RETENTION_LOOK_S = 2.0
 NOT_FOUND = "connector.hermes_agent.run_not_found"
 
@@ -264,7 +265,10 @@ def loss(trial: Trial) -> None:
 
 
 def _await_expiry(trial: Trial) -> None:
-    """Read a finished run's status until the endpoint has dropped it; what is stored of its end stays."""
+    """Read a finished run's status until the endpoint has dropped it; what is stored of its end stays.
+
+    That takes an hour, and a day where the endpoint keeps a durable record of runs that were started with a key.
+    """
     run_id = trial.keep("expired run", _finished(trial))
     before = trial.talk.run(run_id)
 
@@ -272,7 +276,9 @@ def _await_expiry(trial: Trial) -> None:
         result = trial.talk.submit("run_status", {"run_id": run_id})
         return result if result["status"] != "completed" else None
 
-    gone = until(look, "the endpoint to drop a finished run", trial.permits.retention_s, pause_s=RETENTION_LOOK_S)
+    keyed = (trial.target.get("features") or {}).get("durable_keys")
+    patience = KEYED_RETENTION_S if keyed else RETENTION_S
+    gone = until(look, "the endpoint to drop a finished run", patience, pause_s=RETENTION_LOOK_S)
     trial.keep("expired status", gone["action_id"])
     error = gone.get("error") or {}
     trial.see("a status that was dropped is told as not found", error.get("code") == NOT_FOUND)

@@ -26,7 +26,6 @@ class Permits(msgspec.Struct, frozen=True, kw_only=True):
     restart_command: str = ""
     retention: bool = False
     wait_s: int = 120
-    retention_s: int = 4_500
 
 
 class NotPermitted(Exception):
