@@ -60,7 +60,9 @@ class PracticeProcess:
         address.unlink(missing_ok=True)
         command = [sys.executable, "-m", "adapters.practice_hermes", "--port", "0", "--key-file", str(self.key_file)]
         command += ["--state-file", str(self._folder / "state.jsonl"), "--address-file", str(address)]
-        self._process = await anyio.to_thread.run_sync(lambda: subprocess.Popen(command, stdin=subprocess.DEVNULL))
+        self._process = await anyio.to_thread.run_sync(
+            lambda: subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        )
         with anyio.move_on_after(START_S):
             while self._process.poll() is None:
                 if address.exists() and (origin := address.read_text("utf-8").strip()):

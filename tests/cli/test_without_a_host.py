@@ -6,11 +6,16 @@ import json
 import resource
 import signal
 import subprocess
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from adapters.client import Api, NoAnswer
+from adapters.client import Api, CallFailed, NoAnswer
+from adapters.conversation import Conversation, until
+from adapters.credentials import bearer_key
+from adapters.practice_hermes import Fault, PracticeHermes
 from tests.host_process import COMMAND, ROOT, HostProcess, run
 
 COMMANDS = [
@@ -143,3 +148,40 @@ def test_an_address_in_use_is_refused_by_name(tmp_path: Path) -> None:
         assert ran.code == 1
         assert "settings.invalid: [public] 127.0.0.1 port" in ran.err
         assert host.command("runs", "list").code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.postgres
+@pytest.mark.parametrize("signals", [1, 2])
+def test_calls_in_hand_end_with_the_first_signal_and_break_off_with_the_second(tmp_path: Path, signals: int) -> None:
+    with PracticeHermes() as hermes, HostProcess(tmp_path, hermes.base_url, hermes.key) as host:
+        api = Api(host.public, bearer_key(host.state / "admin-token"))
+        talk = Conversation(asker=api, approver=api, endpoint_id="practice")
+        seconds = 2.0 if signals == 1 else 60.0
+        hermes.fault(Fault(kind="delay", route="start", seconds=seconds))
+        answers: list[dict[str, Any] | CallFailed] = []
+
+        def ask() -> None:
+            try:
+                answers.append(talk.submit("run_start", {"body": {"input": "TEXT in hand"}}, "in-hand"))
+            except CallFailed as error:
+                answers.append(error)
+
+        caller = threading.Thread(target=ask)
+        caller.start()
+        until(lambda: hermes.ledger().starts_received or None, "the start to arrive", 20)
+        host.send(signal.SIGTERM)
+        if signals == 1:
+            assert host.end(signal.SIGCONT) == 0
+        else:
+            until(lambda: any("draining" in told.get("progress", "") for told in host.told) or None, "the drain", 20)
+            assert host.end(signal.SIGTERM) == 130
+        caller.join(20)
+        (answer,) = answers
+        if signals == 1:
+            assert isinstance(answer, dict)
+            assert answer["status"] == "completed"
+        else:
+            assert isinstance(answer, CallFailed)
+            assert (answer.code, answer.unknown) == ("client.answer_lost", True)
+        assert hermes.ledger().starts_received == 1
