@@ -51,7 +51,7 @@ class ObserverLimits(msgspec.Struct, frozen=True, kw_only=True):
     batch_ms: int = 50
     batch_frames: int = 256
     idle_s: float = 75.0
-    buffered_frames: int = 96
+    buffered_frames: int = 64
     storing: int = 4
 
 
