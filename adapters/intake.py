@@ -16,7 +16,7 @@ import msgspec
 from adapters.driver import Driver
 from adapters.notices import Notices
 from adapters.sessions import Sessions
-from adapters.submission import Admitted, Cancelled, Draft, Submission, asked, asked_session, key_of, own_session
+from adapters.submission import Admitted, Cancelled, Draft, Submission, asked, asked_session, key_of
 from domain import action as actions
 from domain import approval as approvals
 from domain import binding, idempotency
@@ -36,7 +36,7 @@ from domain.history import (
     run_token,
 )
 from domain.ports import AppendUnknown, Clock, Conflict, Fenced, Lease, NotStored, Provider, Store, TooLate, Vault
-from domain.requests import check_run_input, check_start_input
+from domain.requests import RunInput, StartBody
 from domain.values import ID_PATTERN, Actor, Mode, Operation, Plain, PrivateScope, after
 
 MAX_WAIT_S = 330.0
@@ -95,7 +95,7 @@ class Intake:
             raise CallerError("connector.hermes_agent.tenant_mismatch")
         contract = CONTRACTS[operation]
         key = idempotency.check_key(key_of(submission), required=contract.key_required)
-        draft = Draft(actor, submission, contract, endpoint_id, key)
+        draft = Draft(actor, submission, contract, endpoint_id, key, self._clock.new_id("act_"))
         draft.fingerprint = self._vault.digest(
             idempotency.fingerprint_text(submission.capability_id, asked(submission, operation))
         )
@@ -224,10 +224,10 @@ class Intake:
     async def _accept(self, draft: Draft) -> tuple[tuple[Event, ...], PrivateScope]:
         """The events of acceptance: the Action, and the approval request where the contract wants one."""
         submission, contract, actor = draft.submission, draft.contract, draft.actor
-        draft.action_id = draft.action_id or submission.id or self._clock.new_id("act_")
         at = self._clock.now()
+        content = draft.content
         facts = await (
-            self._start_facts(draft) if contract.operation is Operation.RUN_START else self._run_facts(draft)
+            self._start_facts(draft, content) if isinstance(content, StartBody) else self._run_facts(draft, content)
         )
         limit = min(submission.timeout_ms or contract.timeout_ms, contract.timeout_ms)
         run_limit = submission.timeout_ms or self._endpoint_policies[draft.endpoint_id].run_deadline_ms
@@ -271,8 +271,7 @@ class Intake:
             )
         return events, PrivateScope(tenant=actor.tenant, principal=actor.id)
 
-    async def _start_facts(self, draft: Draft) -> dict[str, Any]:
-        start = check_start_input(draft.submission.input, default_session_id=own_session(draft.action_id))
+    async def _start_facts(self, draft: Draft, start: StartBody) -> dict[str, Any]:
         return {
             "request_digest": self._vault.digest(start.content),
             "requested_session": asked_session(draft.submission.input),
@@ -301,9 +300,8 @@ class Intake:
         draft.changes = (change,)
         return (*notices, "session_has_other_active_run") if shared else notices
 
-    async def _run_facts(self, draft: Draft) -> dict[str, Any]:
+    async def _run_facts(self, draft: Draft, given: RunInput) -> dict[str, Any]:
         operation, actor = draft.contract.operation, draft.actor
-        given = check_run_input(operation, draft.submission.input)
         run = binding.replay(
             await self._store.load(run_history(actor.tenant, draft.endpoint_id, run_token(given.run_id)))
         )

@@ -10,7 +10,7 @@ from domain.action import Action
 from domain.contracts import Contract
 from domain.errors import CallerError
 from domain.history import Change
-from domain.requests import check_run_input, check_start_input
+from domain.requests import RunInput, StartBody, check_run_input, check_start_input
 from domain.values import ID_PATTERN, Actor, Mode, Operation
 
 LONGEST_TIMEOUT_MS = 86_400_000
@@ -53,9 +53,11 @@ class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Draft:
-    """A submission on its way to being admitted."""
+    """A submission on its way to being admitted, as the Action that it names itself or as ``fresh_id``."""
 
-    def __init__(self, actor: Actor, submission: Submission, contract: Contract, endpoint_id: str, key: str) -> None:
+    def __init__(
+        self, actor: Actor, submission: Submission, contract: Contract, endpoint_id: str, key: str, fresh_id: str
+    ) -> None:
         if submission.mode not in contract.modes:
             raise CallerError("execution.mode_unsupported", details={"modes": [mode.value for mode in contract.modes]})
         if submission.callback is not None:
@@ -70,15 +72,16 @@ class Draft:
                 raise CallerError("request.invalid", details={"field": name})
         if len(submission.reason) > REASON_LIMIT:
             raise CallerError("request.invalid", details={"field": "reason"})
-        if contract.operation is Operation.RUN_START:
-            check_start_input(submission.input)
-        else:
-            check_run_input(contract.operation, submission.input)
+        self.action_id = submission.id or fresh_id
+        self.content: StartBody | RunInput = (
+            check_start_input(submission.input, default_session_id=own_session(self.action_id))
+            if contract.operation is Operation.RUN_START
+            else check_run_input(contract.operation, submission.input)
+        )
         self.actor, self.submission, self.contract = actor, submission, contract
         self.endpoint_id, self.key = endpoint_id, key
         self.fingerprint = ""
         self.key_history = ""
-        self.action_id = ""
         self.changes: tuple[Change, ...] = ()
 
 
