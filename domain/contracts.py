@@ -176,13 +176,16 @@ def capability_id(endpoint_id: str, operation: Operation) -> str:
     return f"cap:hermes_agent:{endpoint_id}:{operation.value}"
 
 
+_WORDS = frozenset(operation.value for operation in Operation)
+
+
 def parse_capability(value: str) -> tuple[str, Operation]:
     """(endpoint id, operation) of a capability id, split at the last colon; the endpoint comes from here alone."""
     prefix, _, word = value.rpartition(":")
     head, _, endpoint_id = prefix.rpartition(":")
     if (
         head != "cap:hermes_agent"
-        or word not in {operation.value for operation in Operation}
+        or word not in _WORDS
         or not ID_PATTERN.match(endpoint_id)
         or endpoint_id != endpoint_id.lower()
     ):
