@@ -107,11 +107,11 @@ class Host:
         self.process = process = Process()
         self.clock = clock = SimClock(process, world.ids)
         vault = Vault(MASTER, world.keys, world.entropy)
-        self.store = store = SimStore(process, JournalStore(world.journal, vault, clock.new_id))
+        self.store = store = world.store_class(process, JournalStore(world.journal, vault, clock.new_id))
         self.vault = SimVault(process, vault)
         self.lease = HostLease(store, clock, replica, clock.new_id("proc_"), "test", TIMES)
         self.notices, self.gates, watch = Notices(), Gates(), Watch(clock, TIMES.ttl_ms)
-        links = {ENDPOINT: SimLink(process, world.hermes, world.target)}
+        links = {ENDPOINT: world.link_class(process, world.hermes, world.target)}
         self.observer = Observer(store, self.vault, clock, self.lease, links, self.notices)
         sender = Sender(store, self.vault, clock, self.lease, links, self.notices, self.observer.observe)
         limits = DriverLimits(approval_timeout_ms={ENDPOINT: world.approval_timeout_ms})
@@ -229,6 +229,7 @@ class World:
         self.approval_timeout_ms = 60_000
         self.run_deadline_ms = 900_000
         self.supervised = False
+        self.store_class, self.link_class = SimStore, SimLink
         self.failed_starts: list[str] = []
         self.hosts: list[Host] = []
         self.told: list[tuple[str, Action]] = []

@@ -24,7 +24,8 @@ from domain.events import (
 from domain.history import Recorded
 from domain.provider import TERMINAL_STATES
 from domain.values import Effect
-from tests.world.host import Host, World
+from tests.world.host import World
+from tests.world.process import BEGAN
 
 SENDS = {"run_start": "start", "run_approval": "approval", "run_stop": "stop"}
 
@@ -71,7 +72,7 @@ def _each_attempt_is_claimed_before_it_is_sent_and_sent_once(
         assert number <= len(claims[place]), f"{place}: {number} requests for {len(claims[place])} claims"
         assert applied[place] <= 1, f"{place} was applied {applied[place]} times"
         first = min(entry.at for entry in world.hermes.ledger if (entry.operation, entry.key) == place)
-        assert (min(claim.at for claim in claims[place]) - _began(world)).total_seconds() <= first
+        assert (min(claim.at for claim in claims[place]) - BEGAN).total_seconds() <= first
     for action in folded.values():
         for attempt in action.attempts[:-1]:
             assert attempt.closed is not None, "a further attempt needs a proven lack of effect"
@@ -79,12 +80,6 @@ def _each_attempt_is_claimed_before_it_is_sent_and_sent_once(
             assert applied[SENDS[action.request.operation.value], action.request.key] == 0, "told as without effect"
         if action.effect is Effect.CONFIRMED and action.accepted:
             assert applied[SENDS[action.request.operation.value], action.request.key] == 1, "confirmed"
-
-
-def _began(world: World):  # type: ignore[no-untyped-def]
-    from tests.world.process import BEGAN
-
-    return BEGAN
 
 
 def _an_action_settles_once_and_says_why(name: str, found: list[Recorded]) -> None:
@@ -173,8 +168,3 @@ def _runs_of_the_provider_are_bound_or_explained(
     bound = {binding.replay(found).tie.run_id for name, found in histories.items() if "/run/" in name}
     unknown = sum(1 for action in folded.values() if action.state is State.UNKNOWN)
     assert len(set(world.hermes.created) - bound) <= unknown
-
-
-async def check_host(host: Host) -> None:
-    """What a living host knows of itself: nothing is in flight for ever."""
-    assert host.driver.in_flight == 0
