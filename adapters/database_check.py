@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import psycopg
 
-from adapters.append_call import pinned
+from adapters.append_call import PINNED, pinned
 
 OLDEST = 170000
 SETTINGS = {
@@ -76,6 +76,8 @@ def check_database(
             faults.append("the schema is not migrated")
         elif restricted and _one(own, "select has_table_privilege('stored_events', %s)", CHANGES):
             faults.append(f"the role must not have any of {CHANGES} on events")
+        if _one(own, "select current_setting('transaction_timeout')") != PINNED["transaction_timeout"]:
+            faults.append("this pooler drops what a session asks for: set transaction_timeout = '5s' for the role")
     if faults:
         raise DatabaseRefused(faults)
     return named

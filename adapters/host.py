@@ -27,10 +27,11 @@ from adapters.hermes import HermesLimits
 from adapters.intake import EndpointPolicy, Gates, Intake
 from adapters.journal import Journal
 from adapters.lease import HostLease, LeaseTimes, Watch
-from adapters.migrate import migrate
+from adapters.migrate import MigrationRefused, migrate
 from adapters.notices import Notices
 from adapters.observer import Observer, ObserverLimits
 from adapters.postgres import EmbeddedPostgres
+from adapters.postgres_folders import PostgresError
 from adapters.practice import PracticeProcess, default_principals
 from adapters.principals import Policies, Principals
 from adapters.probes import Counters, Probes
@@ -283,14 +284,17 @@ async def _database(
     if secret is None:
         progress("starting the embedded PostgreSQL")
         server = EmbeddedPostgres(state / "postgres", progress=progress)
-        dsn = await anyio.to_thread.run_sync(server.start)
+        try:
+            dsn = await anyio.to_thread.run_sync(server.start)
+        except PostgresError as error:
+            raise HostError("storage.unavailable", f"{error.code}: {error}") from error
         stack.push_async_callback(anyio.to_thread.run_sync, server.stop)
     else:
         dsn = secret.reveal()
     try:
         await anyio.to_thread.run_sync(migrate, dsn)
         standby = await anyio.to_thread.run_sync(lambda: check_database(dsn, environ=environ))
-    except DatabaseRefused as error:
+    except (DatabaseRefused, MigrationRefused) as error:
         raise HostError("storage.unsuitable", str(error)) from error
     except psycopg.Error as error:
         raise HostError("storage.unavailable", f"The database cannot be used: {type(error).__name__}.") from error

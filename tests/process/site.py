@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psycopg
+import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from adapters.client import Api, CallFailed, segment
@@ -22,7 +23,7 @@ from adapters.command import Stored
 from adapters.credentials import Secret, bearer_key, write_secret
 from adapters.postgres import EmbeddedPostgres
 from domain.history import Recorded
-from tests.pg import fresh_database, state_folder, until
+from tests.pg import fresh_database, shared_server, state_folder, until
 
 CLOCK = SystemClock()
 START_S = 60.0
@@ -332,3 +333,17 @@ def site(server: EmbeddedPostgres) -> Iterator[Site]:
             if server.running:
                 with psycopg.connect(make_conninfo(server.dsn), autocommit=True) as connection:
                     connection.execute(f'drop database if exists "{name}" with (force)'.encode())
+
+
+@pytest.fixture(scope="module")
+def durable_server() -> Iterator[EmbeddedPostgres]:
+    """A server that writes through to the disk."""
+    with shared_server(fsync=True) as server:
+        yield server
+
+
+@pytest.fixture
+def place(durable_server: EmbeddedPostgres) -> Iterator[Site]:
+    """A site with a running practice Hermes."""
+    with site(durable_server) as opened:
+        yield opened

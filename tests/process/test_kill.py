@@ -19,16 +19,11 @@ from domain.events import AttemptClaimed, AttemptUnknown, SequenceExpired
 from tests.pg import until
 from tests.process.load import Load
 from tests.process.site import HostProcess, Site, end, found
-from tests.process.truth import every_state_is_justified, folded, nothing_was_sent_twice
+from tests.process.truth import every_state_is_justified, folded, nothing_was_sent_twice, standing
 
 pytestmark = [pytest.mark.postgres, pytest.mark.slow, pytest.mark.timeout(240)]
 CYCLES = 20
 UNKNOWN_CODE = "connector.hermes_agent.outcome_unknown"
-
-
-def standing(place: Site) -> bool:
-    """Whether no Action is on its way any more."""
-    return all(a.state in (State.SETTLED, State.UNKNOWN, State.AWAITING) for a in folded(place.events()).values())
 
 
 def nothing_acknowledged_is_lost(place: Site, load: Load, hosts: list[HostProcess]) -> None:

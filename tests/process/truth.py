@@ -9,6 +9,7 @@ from domain.action import Action, State
 from domain.events import AttemptClaimed, AttemptUnknown, RunEnded, SequenceExpired, SequenceTaken
 from domain.history import Recorded
 from domain.values import Effect
+from tests.pg import until
 from tests.process.site import Site
 
 ROUTES = {"run_start": "start", "run_approval": "approval", "run_stop": "stop"}
@@ -23,6 +24,11 @@ def folded(events: list[Recorded]) -> dict[str, Action]:
     for name, held in histories.items():
         assert [event.version for event in held] == list(range(1, len(held) + 1)), name
     return {name.rpartition("/")[2]: actions.replay(held) for name, held in histories.items() if "/act/" in name}
+
+
+def standing(place: Site) -> bool:
+    """Whether no Action is on its way any more."""
+    return all(action.state in STANDING for action in folded(place.events()).values())
 
 
 def nothing_was_sent_twice(place: Site) -> dict[str, int]:
@@ -41,12 +47,12 @@ def nothing_was_sent_twice(place: Site) -> dict[str, int]:
 
 
 def every_state_is_justified(place: Site) -> dict[str, Action]:
-    """Each Action stands where its facts and the provider's ledger put it."""
+    """Each Action comes to stand where its facts and the provider's ledger put it."""
+    until(lambda: standing(place), 60)
     events, ledger = place.events(), place.hermes.ledger()
     created, started = set(ledger["created"]), set(place.hermes.sessions_started())
     told = folded(events)
     for action_id, action in told.items():
-        assert action.state in STANDING, f"{action_id} stands in {action.state}"
         for attempt in action.attempts[:-1]:
             assert attempt.closed is not None, f"{action_id}: a further attempt needs a proven lack of effect"
         if action.request.operation.value != "run_start":
