@@ -25,7 +25,7 @@ from domain.history import Change, Command, action_history, run_history, run_tok
 from domain.ports import AppendUnknown, Clock, Conflict, Fenced, Lease, NotStored, Provider, Store
 from domain.provider import read_status
 from domain.reconciler import Claim, Facts, Finished, Hold, ReadStatus, Record, WaitUntil, answers_run, next_step
-from domain.values import Effect, Plain, PrivateScope, rfc3339
+from domain.values import Effect, Operation, Plain, PrivateScope, rfc3339
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,10 @@ class Driver:
         request = action.request
         run = seen = None
         if request.run_id:
-            run, seen = await self._observer.view(request.tenant, request.endpoint_id, request.run_id)
+            follows = request.operation is Operation.RUN_EVENTS
+            run, seen = await self._observer.view(
+                request.tenant, request.endpoint_id, request.run_id, fresh=not follows
+            )
         return Facts(
             action=action,
             owner=self._lease.fence,

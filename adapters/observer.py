@@ -165,9 +165,15 @@ class Observer:
             self._watched[watched.run_history] = watched
             self._tasks.start_soon(self._observe, watched)
 
-    async def view(self, tenant: str, endpoint_id: str, run_id: str) -> tuple[Run, RunStream]:
-        """The run and its stream as stored now."""
+    async def view(self, tenant: str, endpoint_id: str, run_id: str, *, fresh: bool = True) -> tuple[Run, RunStream]:
+        """The run and its stream as stored now; unless ``fresh``, as the observation here knows them, if there is one.
+
+        A follower that is woken by each batch of frames must not read the whole history for each of them.
+        """
         watched = Watched(tenant, endpoint_id, run_id)
+        observed = self._watched.get(watched.run_history)
+        if not fresh and observed is not None and observed.run.bound is not None and not observed.is_behind():
+            return observed.run, observed.stream
         await self._load(watched)
         return watched.run, watched.stream
 

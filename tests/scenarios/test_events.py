@@ -298,3 +298,22 @@ def test_frames_that_arrive_while_the_store_is_away_for_a_minute_are_all_kept() 
             await check(w)
 
     play(story)
+
+
+def test_a_follower_does_not_read_the_whole_history_for_each_batch_of_frames() -> None:
+    async def story() -> None:
+        async with world() as w:
+            w.hermes.scripts["plain"] = (("wait", 0.1), ("delta", "x")) * 300 + (("complete", "done"),)
+            run_id = await w.bound(await w.begin())
+            w.current().process.counting = True
+            follow = await w.submit(Operation.RUN_EVENTS, {"run_id": run_id}, key="e1", mode=Mode.ASYNC)
+            read = await w.answered(follow)
+            assert read.settled is not None
+            assert read.settled.details["events"] == 301
+            trace = w.current().process.trace
+            assert trace.count("store.append") > 200
+            assert trace.count("store.load_many") < 10
+            await w.ended(run_id)
+            await check(w)
+
+    play(story)
