@@ -100,7 +100,8 @@ class Reference:
 
     def holder(self, operation: str, key: str) -> Asked | None:
         """The latest Action under a key."""
-        return (self._keys.get((operation, key)) or [None])[-1]
+        held = self._keys.get((operation, key))
+        return held[-1] if held else None
 
     def submit(self, principal: str, operation: str, key: str, words: str, at: float) -> set[str]:
         """What may be answered: ``new``, the id of the original, or the code of a refusal (S12)."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import anyio
@@ -32,11 +32,12 @@ from domain.events import (
     AttemptClosed,
     AttemptUnknown,
     EvidenceFound,
+    FramesStored,
     RunEnded,
     SequenceTaken,
 )
 from domain.history import Recorded
-from domain.provider import TERMINAL_EVENTS, Exchange, Outgoing, RawFrame, StreamItem
+from domain.provider import TERMINAL_EVENTS, Exchange, Outgoing
 from domain.stream import RunStream
 from domain.values import MUTATIONS, Fence
 from projections import Projection, folded
@@ -150,19 +151,6 @@ class WitnessLink(SimLink):
             )
         return exchange
 
-    async def stream(self, out: Outgoing, idle_s: float = 75) -> AsyncIterator[StreamItem]:
-        """One event stream; what it asks is remembered by the digest under which it is reviewed."""
-        inner = super().stream(out, idle_s)
-        try:
-            async for item in inner:
-                if isinstance(item, RawFrame) and b"approval.request" in item.raw:
-                    body = json.loads(item.data)
-                    digest = self._stage.vault.digest(item.raw)
-                    self._stage.audit.commands.setdefault((body["run_id"], body["command"]), set()).add(digest)
-                yield item
-        finally:
-            await inner.aclose()  # type: ignore[attr-defined]
-
 
 class Stage(World):
     """A world with witnesses; ``vary`` bends each new host."""
@@ -227,6 +215,8 @@ class Audit:
                     continue
                 self._see(event)
                 batch.append(event)
+                if isinstance(event.event, FramesStored):
+                    await self._see_asks(event.history, event.event)
             self._project(ACTIONS, batch)
             self._project(RUNS, batch)
 
@@ -253,6 +243,14 @@ class Audit:
         elif isinstance(event, SequenceTaken):
             host = next(host for host in self._stage.hosts if host.lease._instance == event.instance)
             self.hosts[Fence(host.replica, recorded.version)] = host
+
+    async def _see_asks(self, history: str, event: FramesStored) -> None:
+        """Which command each reviewable request is about, from the stored frame itself."""
+        run_id = self.runs[history.replace("/str/", "/run/")].tie.run_id
+        texts = json.loads(await self._stage.vault.open(event.frames)) if event.asks else []
+        for ask in event.asks:
+            body = json.loads(texts[ask.seq - event.first][1].partition("data: ")[2])
+            self.commands.setdefault((run_id, body["command"]), set()).add(ask.digest)
 
     def _see_action(self, before: Action, after: Action, recorded: Recorded) -> None:
         event, name = recorded.event, recorded.history
@@ -370,7 +368,8 @@ class Audit:
 
     def _project(self, projection: Projection[Any], batch: list[Recorded]) -> None:
         """Rows as the stored views keep them: read, folded over a batch, written."""
-        rows, docs = {}, self._rows[projection.name]
+        rows: dict[str, Any] = {}
+        docs = self._rows[projection.name]
         for recorded in batch:
             key = projection.key(recorded)
             if recorded.event.topic in projection.topics and key is not None:
@@ -381,7 +380,8 @@ class Audit:
     def compare_views(self) -> None:
         """Every stored row equals a fresh fold of the whole log."""
         log = sorted((event for found in self.log.values() for event in found), key=lambda event: event.position)
-        for projection in (ACTIONS, RUNS):
+        views: tuple[Projection[Any], ...] = (ACTIONS, RUNS)
+        for projection in views:
             of_row: dict[str, list[Recorded]] = {}
             for event in log:
                 key = projection.key(event)

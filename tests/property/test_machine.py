@@ -260,6 +260,7 @@ class Machine(RuleBasedStateMachine):
                 lambda intake: intake.decide(person, asked.action_id, granted=granted, reason="seen"), replica
             )
             await self.audit.catch_up()
+            self.audit.check_changed()
             again = {"policy.approval_not_pending"} if asked.decision else set()  # its first answer may have been lost
             told = found if isinstance(found, str) else "stored"
             allowed |= self.reference.decide(asked, person.id, approver, anyio.current_time()) | again
@@ -449,12 +450,10 @@ class Machine(RuleBasedStateMachine):
         for host in self.stage.alive():
             trace: Any = host.process.trace
             trace.kind = ""
-        if not self.stage.alive():
-            self.stage.start("a")
-        await anyio.sleep(460)
-        if not self.stage.alive():
+        await anyio.sleep(130)  # whoever is frozen goes on, whoever is superseded notices
+        if all(host.lease.superseded for host in self.stage.alive()):
             await self.stage.start("a").ready.wait()
-            await anyio.sleep(120)
+        await anyio.sleep(330)
 
     async def _end(self) -> None:
         for host in self.stage.hosts:
