@@ -114,10 +114,20 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
         return Effect.NONE
 
 
+_ABOUT_AN_ATTEMPT = (AttemptAccepted, AttemptClosed, AttemptUnknown, EvidenceFound)
+
+
+def _moves(action: Action, event: AttemptAccepted | AttemptClosed | AttemptUnknown | EvidenceFound) -> bool:
+    """Only what is said of the latest attempt moves the Action; about an earlier one it is late evidence."""
+    latest = action.attempt
+    proves = not isinstance(event, EvidenceFound) or event.proves == "applied"
+    return proves and latest is not None and latest.claim.attempt_id == event.attempt_id
+
+
 def evolve(action: Action, event: Event, version: int) -> Action:
     """The Action after one more event. It only believes: rules live in commands."""
     state = NEXT.get((action.state, type(event)), action.state)
-    if isinstance(event, EvidenceFound) and event.proves != "applied":
+    if isinstance(event, _ABOUT_AN_ATTEMPT) and not _moves(action, event):
         state = action.state
     action = msgspec.structs.replace(action, version=version, state=state, updated_at=event.at)
     match event:

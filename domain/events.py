@@ -421,7 +421,7 @@ class GapOpened(Event, frozen=True, kw_only=True):
 
 
 class GapClosed(Event, frozen=True, kw_only=True):
-    """The far edge of a gap: nothing is missed after it. ``by``: terminal_status, terminal_frame or replay."""
+    """The far edge of a gap: nothing is missed after it. ``by``: terminal_status, terminal_frame, replay or resumed."""
 
     topic = "stream.gap_closed"
     number: int

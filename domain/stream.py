@@ -105,8 +105,9 @@ def _settle(stream: RunStream, settles: tuple[tuple[int, str], ...]) -> RunStrea
         if fact == "tool.completed":
             gone, how = older, fact
         else:
-            how, _, count = fact.rpartition(":")
-            gone = older[: int(count)]
+            how, _, which = fact.rpartition(":")
+            exact = which.startswith("#")
+            gone = [item for item in older if f"#{item.ask.generation}" == which] if exact else older[: int(which)]
         answered += [AnsweredAsk(generation=item.ask.generation, how=how, seq=seq) for item in gone]
         pending = [item for item in pending if item not in gone]
     return msgspec.structs.replace(stream, pending=tuple(pending), answered=tuple(answered))
@@ -230,6 +231,16 @@ def _ask(view: FrameView, received: Received, generation: int, seq: int) -> Ask:
     )
 
 
+def _which(view: FrameView, stream: RunStream, asks: Sequence[Ask]) -> str:
+    """Which requests an answer took: ``#generation`` if it names one, else how many of the oldest."""
+    named = view.body.get("request_id")
+    for ask in (*(item.ask for item in stream.pending), *asks):
+        if isinstance(named, str) and named and ask.request_id == named[:256]:
+            return f"#{ask.generation}"
+    resolved = view.body.get("resolved")
+    return str(max(0, resolved) if isinstance(resolved, int) and not isinstance(resolved, bool) else 1)
+
+
 def store_frames(stream: RunStream, batch: Sequence[Received], digest: str) -> FramesStored | None:
     """The event that keeps a batch of frames, without those that a replay gave twice; ``None`` if nothing is new.
 
@@ -263,9 +274,7 @@ def store_frames(stream: RunStream, batch: Sequence[Received], digest: str) -> F
         if kind == "approval.request":
             asks.append(_ask(view, received, stream.asked + len(asks) + 1, seq))
         elif kind == "approval.responded":
-            choice, resolved = view.body.get("choice"), view.body.get("resolved")
-            count = resolved if isinstance(resolved, int) and not isinstance(resolved, bool) else 1
-            settles.append((seq, f"responded:{_clear_kind(str(choice))}:{max(0, count)}"))
+            settles.append((seq, f"responded:{_clear_kind(str(view.body.get('choice')))}:{_which(view, stream, asks)}"))
         elif kind == "tool.completed":
             settles.append((seq, "tool.completed"))
         if kind in TERMINAL_EVENTS and not terminal_seq and not stream.terminal_seq:
@@ -344,13 +353,17 @@ def close(stream: RunStream, reason: str, *, at: datetime) -> tuple[Event, ...]:
 
 
 def bridge(stream: RunStream, first_provider_seq: int | None, *, at: datetime) -> tuple[Event, ...]:
-    """Close an open gap because a replay continues exactly after the last stored frame; nothing otherwise."""
+    """The far edge of an open gap, when a replay goes on after the last stored frame.
+
+    ``replay`` says that nothing is missing, ``resumed`` that the span before this frame is.
+    """
     gap = stream.open_gap
     if gap is None or first_provider_seq is None or stream.last_provider_seq is None:
         return ()
-    if first_provider_seq != stream.last_provider_seq + 1:
+    if first_provider_seq <= stream.last_provider_seq:
         return ()
-    return (GapClosed(at=at, number=gap.number, before=stream.last_seq + 1, by="replay"),)
+    by = "replay" if first_provider_seq == stream.last_provider_seq + 1 else "resumed"
+    return (GapClosed(at=at, number=gap.number, before=stream.last_seq + 1, by=by),)
 
 
 def end_gap(stream: RunStream, by: str, *, at: datetime) -> tuple[Event, ...]:

@@ -39,6 +39,7 @@ from tests.builders import (
     answer,
     awaiting,
     broken,
+    claim_again,
     claimed,
     denied,
     error_body,
@@ -421,6 +422,15 @@ def test_the_latest_attempt_counts_and_all_are_kept() -> None:
     kinds = [AttemptClaimed, AttemptClosed, AttemptClaimed, AttemptUnknown]
     assert [type(event) for event in history[1:]] == kinds
     assert AttemptAccepted not in kinds
+
+
+@pytest.mark.proves("A142")
+@pytest.mark.parametrize("event", [refused(at=30)[-1], in_doubt(at=30)[-1], received(at=30)[-1], LATE[3]])
+def test_what_comes_late_about_an_earlier_attempt_does_not_move_the_one_that_is_in_flight(event: Event) -> None:
+    history = claim_again(refused(), at=25)
+    before, after = action(history), action((*history, event))
+    assert (after.state, after.attempts[1]) == (before.state, before.attempts[1])
+    assert refusal((*history, event), at=31) == "action.already_settled"
 
 
 @pytest.mark.parametrize(

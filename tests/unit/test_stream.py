@@ -243,6 +243,16 @@ def test_how_a_request_left_the_queue_is_remembered() -> None:
     ]
 
 
+@pytest.mark.parametrize(("named", "left"), [("r1", [2]), ("r2", [1]), ("r9", [2]), (7, [2])])
+def test_an_answer_that_names_its_request_takes_that_one_and_no_older(named: Any, left: list[int]) -> None:
+    one = frame("approval.request", digest="a1", request_id="r1")
+    two = frame("approval.request", digest="a2", request_id="r2")
+    named_answer = frame("approval.responded", choice="once", resolved=1, request_id=named)
+    assert pending(one, two, named_answer) == left
+    apart = stream(stored(stored(subscribed(), one, two), named_answer))
+    assert [item.ask.generation for item in apart.pending] == left
+
+
 def test_a_foreign_choice_word_does_not_stand_in_clear() -> None:
     known = stream(stored(subscribed(), asking("a1"), responded(choice="<b>secret</b>")))
     assert [item.how for item in known.answered] == ["responded:other"]
@@ -291,7 +301,14 @@ def test_a_replay_that_goes_on_exactly_where_we_stopped_closes_the_gap() -> None
     assert bridged == GapClosed(at=moment(20), number=1, before=3, by="replay")
 
 
-@pytest.mark.parametrize("first", [None, 4, 5, 7, 0])
+def test_a_replay_that_goes_on_later_gives_the_gap_its_far_edge_where_it_resumes() -> None:
+    history = closed(stored(subscribed(), frame("a", seq=4), frame("b", seq=5)))
+    history = stored((*history, *bridge(stream(history), 9, at=moment(20))), frame("c", seq=9))
+    (gap,) = stream((*history, *end_gap(stream(history), "terminal_status", at=moment(30)))).gaps
+    assert (gap.after, gap.before, gap.closed_by) == (2, 3, "resumed")
+
+
+@pytest.mark.parametrize("first", [None, 4, 5, 0])
 def test_a_replay_that_goes_on_elsewhere_closes_no_gap(first: int | None) -> None:
     known = stream(closed(stored(subscribed(), frame("b", seq=5))))
     assert bridge(known, first, at=moment(20)) == ()
