@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from adapters.serve import Addresses
     from adapters.settings import Settings
 
-BROKEN_PIPE = 141
+INTERRUPTED, BROKEN_PIPE = 130, 141
 
 
 def _version() -> str:
@@ -192,32 +192,39 @@ def verify(
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
-    from adapters.client import CallFailed
-    from domain.errors import HostError
-
     words = list(sys.argv[1:] if words is None else words)
-    as_json = "--json" in words
     try:
         code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         code = code if isinstance(code, int) else DONE
     except CycloptsError as error:
-        note(
-            f"{error}\nSee: hermes-reconciler {' '.join(word for word in words[:1] if not word.startswith('-'))} --help"
-        )
-        code = USAGE
-    except CallFailed as error:
-        code = tell_error(error.error, as_json=as_json)
-    except HostError as error:
-        code = tell_error(error.body(), as_json=as_json)
-    except ValueError as error:
-        note(str(error))
+        name = next((word for word in words[:1] if not word.startswith("-")), "")
+        note(f"{error}\nSee: hermes-reconciler {name} --help")
         code = USAGE
     except KeyboardInterrupt:
-        code = 130
+        code = INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = BROKEN_PIPE
+    except Exception as error:
+        told = _error_object(error)
+        if told is not None:
+            code = tell_error(told, as_json="--json" in words)
+        elif isinstance(error, ValueError):
+            note(str(error))
+            code = USAGE
+        else:
+            raise
     sys.exit(code)
+
+
+def _error_object(error: Exception) -> Mapping[str, Any] | None:
+    """What a refusal tells of itself; None for any other exception."""
+    from adapters.client import CallFailed
+    from domain.errors import HostError
+
+    if isinstance(error, CallFailed):
+        return error.error
+    return error.body() if isinstance(error, HostError) else None
 
 
 if __name__ == "__main__":
