@@ -491,12 +491,7 @@ def test_whatever_happens_in_whatever_order_the_promises_hold() -> None:
         (variants.doubt_at_the_store_is_failure, "P1 unknown is rare and true"),
         (variants.late_receipt_is_dropped, "S5 late evidence is kept"),
     ],
-    ids=(
-        "resend_on_read_error",
-        "doubt_of_a_send_is_failure",
-        "doubt_of_an_append_is_failure",
-        "late_receipt_is_dropped",
-    ),
+    ids=("resend", "send_in_doubt", "append_in_doubt", "late_receipt"),
 )
 def test_a_planted_bug_is_found_and_its_promise_is_named(vary: Callable[[Any], None], promise: str) -> None:
     bent = type("Bent", (Machine,), {"vary": staticmethod(vary)})
