@@ -61,7 +61,7 @@ class Host:
         self._ends.append(provider.close)
         providers, notices = {ENDPOINT: provider}, notices or Notices()
         observer = self.observer = Observer(store, vault, clock, lease, providers, notices)
-        sender = Sender(store, vault, clock, lease, providers, notices, observer.observe)
+        sender = Sender(store, vault, clock, lease, providers, notices, observer.observe, policy_of)
         driver = Driver(store, clock, lease, providers, notices, observer, sender)
         self.intake = Intake(
             store,
@@ -70,7 +70,7 @@ class Host:
             lease,
             providers,
             {ENDPOINT: EndpointPolicy(approvals_manual=True)},
-            lambda _: TenantPolicy(id="default"),
+            policy_of,
             driver,
             notices,
             Gates(),
@@ -105,6 +105,11 @@ class Callers:
 
 async def _endpoint(origin: str) -> HermesEndpoint:
     return HermesEndpoint(Target(endpoint_id=ENDPOINT, origin=origin), BearerKey("bench"))
+
+
+def policy_of(tenant: str) -> TenantPolicy:
+    """What every tenant grants: nothing beyond the defaults."""
+    return TenantPolicy(id=tenant)
 
 
 @contextmanager
