@@ -170,7 +170,8 @@ async def engine(
                 idle_s=float(settings.stream.idle_s),
             ),
         )
-        sender = Sender(store, vault, clock, lease, endpoints.providers, notices, observer.observe)
+        policies = Policies(file=settings.policy.file)
+        sender = Sender(store, vault, clock, lease, endpoints.providers, notices, observer.observe, policies.of)
         driver = Driver(
             store,
             clock,
@@ -181,7 +182,6 @@ async def engine(
             sender,
             DriverLimits(max_in_flight=host.max_in_flight, approval_timeout_ms=endpoints.approval_timeouts_ms),
         )
-        policies = Policies(file=settings.policy.file)
         principals = (
             Principals(file=settings.principals.file)
             if settings.principals.file

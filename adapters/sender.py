@@ -21,6 +21,7 @@ from domain import action as actions
 from domain import attempt as attempts
 from domain import binding, requests
 from domain.action import Action
+from domain.approval import TenantPolicy
 from domain.binding import Run
 from domain.errors import PREFIX, HostError, IntegrityFault
 from domain.events import (
@@ -60,9 +61,11 @@ class Sender:
         endpoints: Mapping[str, Provider],
         notices: Notices,
         bound: Callable[[str, str, str], None],
+        policy_of: Callable[[str], TenantPolicy],
     ) -> None:
         self._store, self._vault, self._clock, self._lease = store, vault, clock, lease
         self._endpoints, self._notices, self._bound = endpoints, notices, bound
+        self._policy_of = policy_of
         self.in_flight: set[str] = set()
         self.unsent: set[str] = set()
 
@@ -81,6 +84,7 @@ class Sender:
             provider.target,
             attempt_id=self._clock.new_id("att_"),
             lease_valid=self._lease.valid(),
+            policy_hash=self._policy_of(action.request.tenant).hash,
             at=self._clock.now(),
         )
         self.in_flight.add(claim.attempt_id)

@@ -210,9 +210,19 @@ def wish_cancel(action: Action, actor: Actor, reason: str, *, at: datetime) -> t
 
 
 def claim(
-    action: Action, owner: Fence, target: Target, *, attempt_id: str, lease_valid: bool, at: datetime
+    action: Action,
+    owner: Fence,
+    target: Target,
+    *,
+    attempt_id: str,
+    lease_valid: bool,
+    policy_hash: str,
+    at: datetime,
 ) -> AttemptClaimed:
-    """The decision to send this Action's mutation once. Only for its owner, before its deadline, under its approval."""
+    """The decision to send this Action's mutation once: only for its owner, before its deadline, under its approval.
+
+    An approval holds for the policy under which it was granted; ``policy_hash`` is that of the tenant's policy now.
+    """
     request = action.request
     if request.operation not in MUTATIONS or action.state not in (State.READY, State.CLOSED):
         raise CallerError("action.already_settled", f"Nothing can be sent in state {action.state.value}.")
@@ -227,6 +237,8 @@ def claim(
     if action.approval is not None:
         if action.approval.status != "approved":
             raise CallerError("policy.human_approval_required")
+        if action.approval.requested.policy_hash != policy_hash:
+            raise CallerError("policy.approval_not_granted", "The tenant's policy changed since the approval.")
         if at >= action.approval.usable_until or any(attempt.claim.approval_id for attempt in action.attempts):
             raise CallerError("policy.approval_expired")
     return AttemptClaimed(

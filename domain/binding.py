@@ -362,7 +362,7 @@ def _may_have_acted(choice: Choice) -> bool:
 
 
 def check_stop(run: Run) -> None:
-    """Refuse a stop for a run whose end is known, or while an earlier stop of it may have acted and is not answered."""
+    """Refuse a stop for a run whose end is known. A second stop is another Action, and its answer says what it did."""
     if run.ended is not None:
         raise CallerError("run.already_terminal", details={"state": run.ended.state})
 

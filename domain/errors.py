@@ -115,7 +115,6 @@ TABLE: dict[str, Code] = {
         _row("approval.after_stop", "policy", "The run was told to stop; only a denial may follow.", status=409),
         _row("run.already_terminal", "policy", "The run's end is known; nothing was sent.", status=409),
         _row("session.busy", "policy", "Another run of this session is active, or its outcome is unknown.", status=409),
-        _row("run.stop_in_doubt", "policy", "An earlier stop of this run is not settled.", status=409),
         # host
         _row("connector_host.not_ready", "temporary", "The host takes no new work now.", retryable=True),
         _row("connector_host.capacity", "temporary", "All places are taken.", retryable=True, status=429),

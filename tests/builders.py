@@ -162,7 +162,13 @@ def claim_again(history: History, at: float) -> History:
     """One more claim on a history that permits it."""
     known = action(history)
     claim = actions.claim(
-        known, OWNER, TARGET, attempt_id=f"att_{len(known.attempts) + 1}", lease_valid=True, at=moment(at)
+        known,
+        OWNER,
+        TARGET,
+        attempt_id=f"att_{len(known.attempts) + 1}",
+        lease_valid=True,
+        policy_hash=POLICY.hash,
+        at=moment(at),
     )
     return (*history, claim)
 

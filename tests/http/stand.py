@@ -153,7 +153,16 @@ class Stand:
         observer = Observer(
             self.store, self.vault, self.clock, self.lease, links, self.notices, ObserverLimits(batch_ms=5)
         )
-        sender = Sender(self.store, self.vault, self.clock, self.lease, links, self.notices, observer.observe)
+        sender = Sender(
+            self.store,
+            self.vault,
+            self.clock,
+            self.lease,
+            links,
+            self.notices,
+            observer.observe,
+            lambda tenant: self.policy,
+        )
         self.driver = Driver(
             self.store, self.clock, self.lease, links, self.notices, observer, sender, DriverLimits(max_in_flight=4)
         )

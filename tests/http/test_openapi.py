@@ -28,7 +28,6 @@ INSIDE_RESULTS = {
     "action.cancelled", "action.expired", "policy.approval_not_granted", "policy.human_approval_required",
     "approval.review_required", "approval.not_oldest", "approval.not_pending", "approval.choice_not_offered",
     "approval.provider_timeout", "approval.already_decided", "approval.after_stop", "run.already_terminal",
-    "run.stop_in_doubt",
 }  # fmt: skip
 OF_OTHER_BOUNDARIES = {
     "settings.invalid", "settings.secret_file", "storage.unsuitable", "host.owned_elsewhere", "lease.expired",

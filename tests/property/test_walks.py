@@ -94,6 +94,7 @@ class Walk:
                 TARGET,
                 attempt_id=f"att_{len(known.attempts) + 1}",
                 lease_valid=True,
+                policy_hash=POLICY.hash,
                 at=moment(self.clock),
             )
             self.wished_when_sent |= known.cancel is not None

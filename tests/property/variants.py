@@ -107,5 +107,12 @@ def late_receipt_is_dropped(host: Host) -> None:
     """S5 is broken."""
     real = host.driver._sender
     host.driver._sender = ForgetfulSender(
-        real._store, real._vault, real._clock, real._lease, real._endpoints, real._notices, real._bound
+        real._store,
+        real._vault,
+        real._clock,
+        real._lease,
+        real._endpoints,
+        real._notices,
+        real._bound,
+        real._policy_of,
     )

@@ -29,6 +29,7 @@ from tests.builders import (
     AT,
     OTHER,
     OWNER,
+    POLICY,
     PREFIX,
     REQUESTER,
     RUN,
@@ -61,7 +62,15 @@ EACH_MUTATION = pytest.mark.parametrize("operation", MUTATIONS)
 
 
 def claim(history: History, owner: Fence = OWNER, *, lease_valid: bool = True, at: float = 20) -> AttemptClaimed:
-    return actions.claim(action(history), owner, TARGET, attempt_id="att_9", lease_valid=lease_valid, at=moment(at))
+    return actions.claim(
+        action(history),
+        owner,
+        TARGET,
+        attempt_id="att_9",
+        lease_valid=lease_valid,
+        policy_hash=POLICY.hash,
+        at=moment(at),
+    )
 
 
 def refusal(history: History, owner: Fence = OWNER, *, lease_valid: bool = True, at: float = 20) -> str:
@@ -121,10 +130,17 @@ def test_only_the_owner_with_a_valid_lease_claims() -> None:
 def test_an_endpoint_bound_to_another_tenant_is_refused_before_anything_is_claimed() -> None:
     target = msgspec.structs.replace(TARGET, tenant_binding="other")
     with pytest.raises(CallerError) as caught:
-        actions.claim(action(ready()), OWNER, target, attempt_id="att_1", lease_valid=True, at=moment(1))
+        actions.claim(
+            action(ready()), OWNER, target, attempt_id="att_1", lease_valid=True, policy_hash=POLICY.hash, at=moment(1)
+        )
     assert caught.value.code == PREFIX + "tenant_mismatch"
     own = msgspec.structs.replace(TARGET, tenant_binding="acme")
-    assert actions.claim(action(ready()), OWNER, own, attempt_id="att_1", lease_valid=True, at=moment(1)).number == 1
+    assert (
+        actions.claim(
+            action(ready()), OWNER, own, attempt_id="att_1", lease_valid=True, policy_hash=POLICY.hash, at=moment(1)
+        ).number
+        == 1
+    )
 
 
 def test_nothing_is_claimed_from_the_deadline_on() -> None:
@@ -411,7 +427,15 @@ def test_the_latest_attempt_counts_and_all_are_kept() -> None:
     history = result(
         (
             *refused(),
-            actions.claim(action(refused()), OWNER, TARGET, attempt_id="att_2", lease_valid=True, at=moment(23)),
+            actions.claim(
+                action(refused()),
+                OWNER,
+                TARGET,
+                attempt_id="att_2",
+                lease_valid=True,
+                policy_hash=POLICY.hash,
+                at=moment(23),
+            ),
         ),
         broken(Failure.READ_ERROR),
         at=24,
@@ -446,3 +470,19 @@ def test_what_comes_late_about_an_earlier_attempt_does_not_move_the_one_that_is_
 def test_a_waiting_read_is_a_read_that_is_not_settled(history: History, waiting: bool) -> None:
     assert actions.is_waiting_read(action(history)) is waiting
     assert not actions.is_waiting_read(Action())
+
+
+@pytest.mark.proves("A105")
+def test_an_approval_granted_under_another_policy_releases_nothing() -> None:
+    changed = msgspec.structs.replace(POLICY, choices=("once", "deny", "session"))
+    with pytest.raises(CallerError) as refused_claim:
+        actions.claim(
+            action(granted(Operation.RUN_STOP)),
+            OWNER,
+            TARGET,
+            attempt_id="att_1",
+            lease_valid=True,
+            policy_hash=changed.hash,
+            at=moment(20),
+        )
+    assert refused_claim.value.code == "policy.approval_not_granted"

@@ -113,7 +113,9 @@ class Host:
         self.notices, self.gates, watch = Notices(), Gates(), Watch(clock, TIMES.ttl_ms)
         links = {ENDPOINT: world.link_class(process, world.hermes, world.target)}
         self.observer = Observer(store, self.vault, clock, self.lease, links, self.notices)
-        sender = Sender(store, self.vault, clock, self.lease, links, self.notices, self.observer.observe)
+        sender = Sender(
+            store, self.vault, clock, self.lease, links, self.notices, self.observer.observe, lambda _: world.policy
+        )
         limits = DriverLimits(approval_timeout_ms={ENDPOINT: world.approval_timeout_ms})
         self.driver = Driver(store, clock, self.lease, links, self.notices, self.observer, sender, limits)
         self.intake = Intake(
