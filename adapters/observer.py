@@ -52,7 +52,7 @@ class ObserverLimits(msgspec.Struct, frozen=True, kw_only=True):
     batch_frames: int = 256
     idle_s: float = 75.0
     buffered_frames: int = 64
-    storing: int = 4
+    storing: int = 16
 
 
 class Inbox:

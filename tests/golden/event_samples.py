@@ -84,8 +84,8 @@ async def write_missing() -> list[Path]:
         if not file_of(kind).exists():
             change = Change(history=HISTORY, expected=0, events=(sample(kind),), scope=SCOPE)
             command = Command(changes=(change,), fence=Fence("host-1", 3), cause="action act_0001")
-            ((row, _),) = encode(command, ["evt_0190a0b0c0d070008000000000000001"], vault)
-            file_of(kind).write_bytes(row.state)
+            ((stored, _),) = encode(command, ["evt_0190a0b0c0d070008000000000000001"], vault)
+            file_of(kind).write_bytes(stored.state)
             written.append(file_of(kind))
     return written
 
