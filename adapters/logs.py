@@ -24,7 +24,16 @@ from structlog.typing import EventDict, WrappedLogger
 from domain.errors import HostError
 from domain.values import from_unix, rfc3339
 
-LIBRARIES = ("httpx", "httpcore", "psycopg", "psycopg.pool", "eventsourcing", "uvicorn.access", "asyncio")
+LIBRARIES = (
+    "httpx",
+    "httpcore",
+    "psycopg",
+    "psycopg.pool",
+    "eventsourcing",
+    "uvicorn.access",
+    "uvicorn.error",
+    "asyncio",
+)
 TEXT_LIMIT = 4096
 DROPPED = frozenset(
     {

@@ -456,6 +456,6 @@ class Observer:
                     marks,
                     at=batch[-1].at,
                 )
-            return ended, (*bridged, frames)
+            return ended, (*bridged, frames, *stream.missing_frames(seen, batch))
 
         await self._keep(watched, make)

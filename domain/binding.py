@@ -33,6 +33,9 @@ from domain.provider import TERMINAL_STATES, Exchange, StatusReading
 from domain.stream import PendingAsk, RunStream
 from domain.values import Fence, Plain, Private, after
 
+# The provider counts from before we see its request: a choice in the last moments could meet the next request.
+PROVIDER_MARGIN_MS = 1_000
+
 
 class Phase(StrEnum):
     """How much is known of a run."""
@@ -346,7 +349,7 @@ def check_choice(
     for item in chosen:
         if item.ask.choices and choice not in item.ask.choices:
             raise CallerError("approval.choice_not_offered", details={"offered": list(item.ask.choices)})
-        if at >= after(item.at, approval_timeout_ms):
+        if at >= after(item.at, approval_timeout_ms - min(PROVIDER_MARGIN_MS, approval_timeout_ms // 10)):
             raise CallerError("approval.provider_timeout", details={"after_ms": approval_timeout_ms})
     return chosen
 

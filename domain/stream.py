@@ -241,6 +241,27 @@ def _which(view: FrameView, stream: RunStream, asks: Sequence[Ask]) -> str:
     return str(max(0, resolved) if isinstance(resolved, int) and not isinstance(resolved, bool) else 1)
 
 
+def missing_frames(stream: RunStream, batch: Sequence[Received]) -> tuple[Event, ...]:
+    """Gaps inside a batch that the provider's own numbers show, with both edges; stored right behind its frames."""
+    if not any(item.frame.id or b'"seq"' in item.frame.raw or b"replay." in item.frame.raw for item in batch):
+        return ()  # a provider without numbers shows nothing
+    found: list[Event] = []
+    seq, last, number_of_gap = stream.last_seq, stream.last_provider_seq, len(stream.gaps)
+    for received in batch:
+        view = view_frame(received.frame)
+        number = view.provider_seq
+        if number is not None and last is not None and number <= last:
+            continue
+        skipped = number is not None and last is not None and number > last + 1
+        if (skipped and not stream.open_gap) or view.kind == "replay.truncated":
+            number_of_gap += 1
+            reason = "provider_numbers_skipped" if skipped else "replay_truncated"
+            found.append(GapOpened(at=received.at, number=number_of_gap, after=seq, reason=reason))
+            found.append(GapClosed(at=received.at, number=number_of_gap, before=seq + 1, by="replay"))
+        seq, last = seq + 1, number if number is not None else last
+    return tuple(found)
+
+
 def store_frames(stream: RunStream, batch: Sequence[Received], digest: str) -> FramesStored | None:
     """The event that keeps a batch of frames, without those that a replay gave twice; ``None`` if nothing is new.
 
@@ -277,7 +298,7 @@ def store_frames(stream: RunStream, batch: Sequence[Received], digest: str) -> F
             settles.append((seq, f"responded:{_clear_kind(str(view.body.get('choice')))}:{_which(view, stream, asks)}"))
         elif kind == "tool.completed":
             settles.append((seq, "tool.completed"))
-        if kind in TERMINAL_EVENTS and not terminal_seq and not stream.terminal_seq:
+        if kind in TERMINAL_EVENTS and not terminal_seq:
             terminal_seq, terminal_state = seq, TERMINAL_EVENTS[kind]
     if not texts:
         return None

@@ -388,3 +388,25 @@ def test_events_of_others_and_the_opening_itself_change_only_the_version() -> No
         after = evolve(known, event, 9)
         assert (after.version, after.subscriptions, after.open, after.last_seq) == (9, 1, True, 0)
     assert streams.replay(()) == RunStream()
+
+
+@pytest.mark.proves("A088", "A140")
+def test_numbers_that_the_provider_skipped_are_a_gap_with_both_edges() -> None:
+    batch = [frame("message.delta", seq=0), frame("message.delta", seq=1), frame("message.delta", seq=5)]
+    opened, closed = streams.missing_frames(RunStream(), batch)
+    assert isinstance(opened, GapOpened)
+    assert isinstance(closed, GapClosed)
+    assert (opened.after, opened.reason, closed.before) == (2, "provider_numbers_skipped", 3)
+
+
+@pytest.mark.proves("A140")
+def test_a_truncated_replay_is_a_gap_before_what_follows() -> None:
+    batch = [frame("replay.truncated", oldest_retained_seq=40), frame("message.delta", seq=40)]
+    known = RunStream(last_seq=7, last_provider_seq=20)
+    gaps = streams.missing_frames(known, batch)
+    assert next((gap.after, gap.reason) for gap in gaps if isinstance(gap, GapOpened)) == (7, "replay_truncated")
+
+
+def test_frames_in_order_or_without_numbers_show_no_gap() -> None:
+    assert streams.missing_frames(RunStream(), [frame("message.delta", seq=n) for n in range(4)]) == ()
+    assert streams.missing_frames(RunStream(), [frame("message.delta"), frame("tool.completed")]) == ()
