@@ -60,8 +60,9 @@ class PracticeProcess:
         address.unlink(missing_ok=True)
         command = [sys.executable, "-m", "adapters.practice_hermes", "--port", "0", "--key-file", str(self.key_file)]
         command += ["--state-file", str(self._folder / "state.jsonl"), "--address-file", str(address)]
+        command += ["--end-with-input"]  # the pipe closes with this process, however that ends
         self._process = await anyio.to_thread.run_sync(
-            lambda: subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            lambda: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         )
         with anyio.move_on_after(START_S):
             while self._process.poll() is None:

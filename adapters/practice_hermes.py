@@ -248,6 +248,13 @@ def _key_of(path: Path) -> str:
     return path.read_text().strip()
 
 
+def _end_with_input() -> None:
+    """End this process when whoever holds the other end of its standard input is gone, however that ended."""
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; prints the address, and writes it to the address file when one is named."""
     parser = argparse.ArgumentParser(prog="practice_hermes", description="Scripted practice provider on loopback.")
@@ -258,6 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--flavour", choices=("0.19", "0.22"), default="0.19")
     parser.add_argument("--approval-timeout", type=float, default=PracticeOptions().approval_timeout)
     parser.add_argument("--max-concurrent-runs", type=int, default=PracticeOptions().max_concurrent_runs)
+    parser.add_argument("--end-with-input", action="store_true", help="end when standard input is closed")
     given = parser.parse_args(arguments)
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -276,6 +284,8 @@ def main(arguments: list[str] | None = None) -> int:
             partial.replace(given.address_file)
         sys.stdout.write(hermes.base_url + "\n")
         sys.stdout.flush()
+        if given.end_with_input:
+            threading.Thread(target=_end_with_input, daemon=True).start()
         signal.sigwait(signals)
         hermes.terminate()
     return 0
