@@ -161,9 +161,7 @@ class PostgresKeys:
 
     def _once(self, statement: LiteralString, values: list[Any]) -> list[tuple[Any, ...]]:
         if self._connection is None:
-            self._connection = BoundedConnection.connect(
-                self._dsn, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S
-            )
+            self._connection = BoundedConnection.connect(self._dsn, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S)
         cursor = self._connection.execute(statement, values)
         return cursor.fetchall() if cursor.description else []
 
