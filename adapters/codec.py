@@ -105,7 +105,7 @@ def decode(stored: Stored) -> Recorded:
     """
     kind = TOPICS.get(stored.topic)
     if kind is None:
-        raise _fault("history.unreadable", stored, "the topic is not known")
+        raise _fault("history.newer_version", stored, "the topic is not known")
     try:
         envelope = _ENVELOPE.decode(stored.state)
     except _UNREADABLE as error:

@@ -165,7 +165,7 @@ async def test_the_log_goes_on_over_an_event_that_cannot_be_read_and_its_history
     assert isinstance(readable, Recorded)
     assert (readable.version, readable.event, last) == (1, wish(), after)
     assert faults == [
-        Unreadable(history=HISTORY, version=2, position=2, topic="os.system", reason="history.unreadable"),
+        Unreadable(history=HISTORY, version=2, position=2, topic="os.system", reason="history.newer_version"),
         Unreadable(history=HISTORY, version=3, position=3, topic="run.deadline_passed", reason="history.newer_version"),
     ]
     with pytest.raises(IntegrityFault):

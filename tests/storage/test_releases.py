@@ -55,9 +55,8 @@ def test_histories_touched_by_a_newer_release_are_refused_and_never_acted_upon(p
     with psycopg.connect(place.dsn) as connection:
         before = connection.execute("select * from stored_events order by notification_id").fetchall()
     host.start()
-    for action in (settled, pending):
+    for action in (settled, pending, renamed):
         assert code_of(host, f"/aip/v1/actions/{segment(action['action_id'])}") == "history.newer_version"
-    assert code_of(host, f"/aip/v1/actions/{segment(renamed['action_id'])}").startswith("history.")
     with pytest.raises(CallFailed) as told:
         host.submit("run_start", start, "settled")
     assert told.value.code == "history.newer_version"

@@ -144,12 +144,12 @@ def test_every_golden_sample_is_read_and_opened_and_written_again_byte_for_byte(
         assert encode_event(recorded.event, recorded.event_id, recorded.fence, recorded.cause) == row.state
 
 
-def test_a_topic_outside_the_table_is_unreadable_and_nothing_is_imported_for_it() -> None:
+def test_a_topic_outside_the_table_is_a_newer_releases_and_nothing_is_imported_for_it() -> None:
     before = set(sys.modules)
     for topic in ("this:s", "wave:open", "antigravity", "domain.events:RunBound", "run.bound2"):
         with pytest.raises(IntegrityFault) as caught:
             decode(Stored(history=HISTORY, version=1, topic=topic, state=b'{"id":"x","v":1,"e":{}}'))
-        assert caught.value.code == "history.unreadable"
+        assert caught.value.code == "history.newer_version"
     assert set(sys.modules) == before
 
 
