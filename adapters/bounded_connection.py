@@ -22,9 +22,11 @@ class BoundedConnection(psycopg.Connection[Row]):
     """Raises ``psycopg.OperationalError`` where an answer takes longer than ``ANSWER_S`` seconds."""
 
     def wait(self, gen: PQGen[_Result], interval: float = LOOK_S, timeout: float | None = None) -> _Result:
-        """Perform one exchange with the server."""
+        """Perform one exchange with the server. A caller's own time limit is the caller's to deal with."""
+        if timeout is not None:
+            return super().wait(gen, interval, timeout)
         try:
-            return super().wait(gen, interval, ANSWER_S if timeout is None else timeout)
+            return super().wait(gen, interval, ANSWER_S)
         except psycopg.OperationalError as error:
             if error.sqlstate is None:
                 self.pgconn.finish()  # what comes now would be the answer to an earlier question
