@@ -21,10 +21,12 @@ from adapters.append_call import pinned
 from adapters.bounded_connection import BoundedConnection
 from adapters.view_tables import COUNTED, NARROW, Batch, Difference, Fault, Filters, Place
 from domain.errors import NotNow
+from domain.values import sha256
 from projections import Facets
 
 WAIT_S = 5.0
 DIFFERENCES = 100
+CELL_BYTES = 512
 TABLES = ("view_places", "view_faults", "view_counts", "view_rows")
 
 _Result = TypeVar("_Result")
@@ -298,13 +300,21 @@ def _place(row: Sequence[Any]) -> Place:
     return Place(view=view, generation=generation, version=version, position=position, read_at=read_at)
 
 
+def _cell(text: str) -> str:
+    """A facet as its column and its index can hold it. A text that is too long, or none for PostgreSQL, is told apart
+    by its digest: callers and providers name sessions as they like."""
+    data = text.encode("utf-8", "surrogatepass")
+    fits = len(data) <= CELL_BYTES and "\0" not in text and data == text.encode("utf-8", "replace")
+    return text if fits else f"sha256:{sha256(data)}"
+
+
 def _where(place: Place, filters: Filters) -> tuple[sql.Composed, dict[str, Any]]:
     """The condition of a list, with its values; the tenant is always part of it."""
     given: dict[str, Any] = {"view": place.view, "generation": place.generation, "tenant": filters.tenant}
     parts: list[sql.Composable] = [sql.SQL("view = %(view)s and generation = %(generation)s and tenant = %(tenant)s")]
     for name, value in filters.equal.items():
         parts.append(sql.SQL("{} = {}").format(sql.Identifier(name), sql.Placeholder(name)))
-        given[name] = value
+        given[name] = _cell(value)
         if name in NARROW:
             parts.append(sql.SQL("{} <> ''").format(sql.Identifier(name)))
     parts += [sql.SQL("{} <> ''").format(sql.Identifier(name)) for name in filters.present]
@@ -330,7 +340,7 @@ def _put(connection: psycopg.Connection, batch: Batch) -> None:
                 [entry.key for entry in batch.entries],
                 [entry.position for entry in batch.entries],
                 [entry.facets is not None for entry in batch.entries],
-                *([getattr(item, column) for item in facets] for column in ROW_COLUMNS),
+                *([_cell(getattr(item, column)) for item in facets] for column in ROW_COLUMNS),
                 [item.open for item in facets],
                 [item.needed for item in facets],
                 [item.at for item in facets],

@@ -21,6 +21,7 @@ from domain.errors import HostError
 from domain.history import Change, Command
 from domain.values import Plain, PrivateScope
 from projections.actions import ACTIONS
+from projections.runs import RUNS
 from tests.golden.event_samples import MASTER
 from tests.recorded import Log, busy
 
@@ -64,6 +65,24 @@ async def test_the_drill_finds_a_damaged_a_deleted_and_an_added_row_and_a_rebuil
     assert await views.compare("actions") == found, "the drill changes nothing"
     await views.rebuild("actions")
     assert await views.compare("actions") == []
+
+
+ODD = ("a\0b", "".join(chr(33 + number % 90) for number in range(0, 90_000, 7)), "ä" * 300)
+
+
+@pytest.mark.parametrize("session", ODD, ids=["nul", "long", "long in bytes"])
+async def test_whatever_a_session_is_named_the_views_go_on_and_find_it(
+    database: str, tables: PostgresTables, session: str
+) -> None:
+    log = Log()
+    log.start("act_1", "run_1")
+    log.see("run_1", session_id=session)
+    views = Views(tables, log, SystemClock())
+    await views.catch_up()
+    found = await views.list(RUNS, Filters(tenant="acme", session=session))
+    assert [row.run.tie.run_id for row in found.rows] == ["run_1"]
+    assert (await views.list(RUNS, Filters(tenant="acme", session=session[:1] + "else"))).rows == ()
+    assert await views.compare("runs") == []
 
 
 @pytest.mark.proves("A032")
