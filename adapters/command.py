@@ -20,7 +20,7 @@ from domain.values import Fence
 FENCE_PREFIX = "-/fence/"
 NAME_BYTES = 255
 EVENT_BYTES = 24 * 1024 * 1024
-COMMAND_BYTES = 32 * 1024 * 1024
+COMMAND_BYTES = 48 * 1024 * 1024  # the largest answer of a provider stands twice in its command, sealed
 LAST_VERSION = 2**63 - 1
 EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)

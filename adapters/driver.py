@@ -22,7 +22,7 @@ from domain.action import Action
 from domain.errors import HostError, IntegrityFault
 from domain.events import ActionSettled, AttemptClosed, AttemptUnknown, Event, EvidenceFound, OwnerChanged
 from domain.history import Change, Command, action_history, run_history, run_token, stream_history
-from domain.ports import AppendUnknown, Clock, Conflict, Fenced, Lease, NotStored, Provider, Store
+from domain.ports import AppendUnknown, Clock, Conflict, Fenced, Lease, NeverStored, NotStored, Provider, Store
 from domain.provider import read_status
 from domain.reconciler import Claim, Facts, Finished, Hold, ReadStatus, Record, WaitUntil, answers_run, next_step
 from domain.values import Effect, Operation, Plain, PrivateScope, rfc3339
@@ -160,7 +160,7 @@ class Driver:
         """One turn; while the store is away or somebody else was faster, a pause and the Action as it is then."""
         try:
             return await self._turn(history, action, bell)
-        except IntegrityFault:
+        except (IntegrityFault, NeverStored):
             raise
         except (HostError, Conflict, NotStored, AppendUnknown):
             await self._clock.sleep(STORE_PAUSE_S)

@@ -23,7 +23,7 @@ from domain.binding import Run
 from domain.errors import IntegrityFault
 from domain.events import Event, OwnerChanged, SubscriptionOpened
 from domain.history import Change, Command, run_history, run_token, stream_history
-from domain.ports import AppendUnknown, Clock, Conflict, Fenced, Lease, NotStored, Provider, Store, Vault
+from domain.ports import AppendUnknown, Clock, Conflict, Fenced, Lease, NeverStored, NotStored, Provider, Store, Vault
 from domain.provider import TERMINAL_EVENTS, Exchange, RawFrame, StreamEnd, StreamItem, StreamOpened, read_status
 from domain.reconciler import Finished, Hold, PollRun, RecordRun, RunFacts, Subscribe, WaitUntil, next_run_step
 from domain.requests import Trusted, events_request, status_request
@@ -37,6 +37,7 @@ STORE_PAUSE_S = 0.5
 LOOK_AGAIN_S = 30.0
 AFTER_END_S = 5.0
 LAST_STORE_S = 10.0
+GATHERED_BYTES = 1024 * 1024
 
 Made = tuple[tuple[Event, ...], tuple[Event, ...]]
 
@@ -61,6 +62,7 @@ class Inbox:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._frames: list[Received] = []
+        self._bytes = 0
         self._closed = False
         self._filled, self._full, self._room = anyio.Event(), anyio.Event(), anyio.Event()
 
@@ -74,13 +76,18 @@ class Inbox:
 
     async def put(self, frame: Received) -> None:
         """Add a frame as soon as there is room."""
-        while len(self._frames) >= self._limit:
+        while self._is_full():
             self._room = anyio.Event()
             await self._room.wait()
         self._frames.append(frame)
+        self._bytes += len(frame.frame.raw)
         self._filled.set()
-        if len(self._frames) >= self._limit:
+        if self._is_full():
             self._full.set()
+
+    def _is_full(self) -> bool:
+        """One event keeps what waits, so its bytes are bounded too; one frame always fits."""
+        return len(self._frames) >= self._limit or self._bytes >= GATHERED_BYTES
 
     async def gather(self, seconds: float) -> bool:
         """Wait for a frame, then so long for more of them, or until none fits in; False if no more will come."""
@@ -92,7 +99,7 @@ class Inbox:
 
     def take(self) -> list[Received]:
         """All frames that wait."""
-        taken, self._frames = self._frames, []
+        taken, self._frames, self._bytes = self._frames, [], 0
         if not self._closed:
             self._filled, self._full = anyio.Event(), anyio.Event()
         self._room.set()
@@ -302,6 +309,8 @@ class Observer:
             except Conflict:
                 await self._load_until(watched)
                 continue
+            except NeverStored:
+                raise
             except (NotStored, AppendUnknown):
                 await self._clock.sleep(STORE_PAUSE_S)
                 await self._load_until(watched)
@@ -402,6 +411,8 @@ class Observer:
                     case StreamOpened():
                         await self._keep(watched, lambda _, seen: ((), self._opened(seen)))
                     case RawFrame():
+                        if watched.stream.crowded:
+                            return "crowded"
                         place += 1
                         digest = ""
                         if b"approval.request" in item.raw:  # the same text asked twice is two requests to be reviewed

@@ -37,7 +37,19 @@ from domain.events import (
     StopClaimed,
 )
 from domain.history import Change, Command, Recorded, handle_history, run_history, run_token
-from domain.ports import AppendUnknown, Clock, Conflict, Fenced, Lease, NotStored, Provider, Store, TooLate, Vault
+from domain.ports import (
+    AppendUnknown,
+    Clock,
+    Conflict,
+    Fenced,
+    Lease,
+    NeverStored,
+    NotStored,
+    Provider,
+    Store,
+    TooLate,
+    Vault,
+)
 from domain.provider import Exchange, Judgement, Outgoing, Verdict, judge
 from domain.reconciler import Facts, Record, answers_run, next_step
 from domain.requests import Trusted
@@ -186,6 +198,11 @@ class Sender:
                 continue
             except IntegrityFault:
                 raise
+            except NeverStored:
+                if not exchange.body:
+                    raise
+                exchange = msgspec.structs.replace(exchange, body=b"")  # the verdict stands, its text is only digested
+                continue
             except (NotStored, AppendUnknown, HostError):
                 await self._clock.sleep(pause)
                 pause = min(LONGEST_PAUSE_S, pause * 2)
@@ -308,11 +325,10 @@ def _mark(facts: Facts, claim: AttemptClaimed) -> Event:
 
 def _request_id(facts: Facts) -> str | None:
     """The provider's own id of the reviewed request, where it answers by exact request and gave one."""
-    if facts.run is None or facts.stream is None or not facts.run.tie.target.features.request_ids:
+    if facts.run is None or facts.stream is None:
         return None
-    asked = {item.ask.digest: item.ask.request_id for item in facts.stream.pending}
-    reviewed = facts.action.request.reviewed
-    return asked.get(reviewed[0]) or None if len(reviewed) == 1 else None
+    request = facts.action.request
+    return binding.exact_request(facts.run, facts.stream, request.reviewed, resolve_all=request.resolve_all)
 
 
 def _claimed(run: Run, action: Action) -> ChoiceClaimed | None:

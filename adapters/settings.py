@@ -159,7 +159,7 @@ class Limits(_Section, frozen=True, kw_only=True):
     """`[limits]`: bytes of a caller's message and of a provider's answer, and how long an append may take."""
 
     message_bytes: Annotated[int, msgspec.Meta(ge=1024, le=16 * MIB)] = 4 * MIB
-    answer_bytes: Annotated[int, msgspec.Meta(ge=1, le=256 * MIB)] = 16 * MIB
+    answer_bytes: Annotated[int, msgspec.Meta(ge=1, le=16 * MIB)] = 16 * MIB
     append_deadline_ms: Span = 10_000
 
 

@@ -19,7 +19,7 @@ from adapters.vault import Vault
 from domain.errors import HostError, IntegrityFault
 from domain.events import SequenceTaken
 from domain.history import Command, Recorded
-from domain.ports import AppendUnknown, Conflict, Fenced, NotStored, TooLate
+from domain.ports import AppendUnknown, Conflict, Fenced, NeverStored, NotStored, TooLate
 from domain.values import Fence
 
 DEADLINE_S = 10.0
@@ -154,7 +154,7 @@ class JournalStore:
                     deadline_s=self._deadline_s,
                 )
         except ValueError as error:
-            raise NotStored(str(error)) from error
+            raise NeverStored(str(error)) from error
         if outcome.verdict is Verdict.COMMITTED:
             return _recorded(written, takeover, outcome.position)
         if takeover is not None and outcome.verdict in (Verdict.FENCED, Verdict.UNLEASED):
@@ -197,7 +197,9 @@ class JournalStore:
         try:
             await self._vault.prepare([change.scope for change in command.changes if change.scope is not None], at)
             return encode(command, ids, self._vault)
-        except (ValueError, HostError) as error:
+        except ValueError as error:
+            raise NeverStored(str(error)) from error
+        except HostError as error:
             raise NotStored(str(error)) from error
 
     async def _why_no_takeover(self, fence: Fence | None, outcome: Outcome) -> Exception:

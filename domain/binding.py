@@ -318,14 +318,14 @@ def check_choice(
     """The pending requests that this choice would answer, or a refusal; nothing is sent on a refusal.
 
     Hermes answers by position, so a single choice must be for the oldest pending request, and a choice for all must
-    name every pending one. A provider that answers by exact request takes any pending one. After a stop only a denial
-    goes: a command that is released then still runs.
+    name every pending one. A provider that answers by exact request takes any pending one that has an id of its own.
+    After a stop only a denial goes: a command that is released then still runs.
     """
     if run.ended is not None:
         raise CallerError("run.already_terminal", details={"state": run.ended.state})
     if run.stop_sent and choice != "deny":
         raise CallerError("approval.after_stop")
-    by_request = run.tie.target.features.request_ids
+    by_request = exact_request(run, stream, reviewed, resolve_all=resolve_all) is not None
     if not reviewed:
         raise CallerError("approval.review_required")
     if stream.open_gap is not None and not by_request:
@@ -352,6 +352,18 @@ def check_choice(
         if at >= after(item.at, approval_timeout_ms - min(PROVIDER_MARGIN_MS, approval_timeout_ms // 10)):
             raise CallerError("approval.provider_timeout", details={"after_ms": approval_timeout_ms})
     return chosen
+
+
+def exact_request(run: Run, stream: RunStream, reviewed: tuple[str, ...], *, resolve_all: bool) -> str | None:
+    """The provider's own id of the one reviewed request, where it answers by exact request; else it goes by position.
+
+    An id that several pending requests have names none of them.
+    """
+    if resolve_all or len(reviewed) != 1 or not run.tie.target.features.request_ids:
+        return None
+    named = [item.ask.request_id for item in stream.pending if item.ask.digest == reviewed[0]]
+    alike = sum(1 for item in stream.pending if named and item.ask.request_id == named[0])
+    return (named[0] or None) if alike == 1 else None
 
 
 def _was_applied(choice: Choice) -> bool:

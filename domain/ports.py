@@ -37,6 +37,10 @@ class NotStored(Exception):
     """The command was certainly not stored: the store is away, full or refuses it."""
 
 
+class NeverStored(NotStored):
+    """No further try can store the command: it is too large, or holds what cannot be written down."""
+
+
 class Store(Protocol):
     """Histories of events in PostgreSQL or in memory; ``append`` returns only after the commit is durable."""
 

@@ -8,6 +8,8 @@ complete well-formed answer do.
 from __future__ import annotations
 
 import json
+import math
+import re
 from enum import StrEnum
 from typing import Any
 
@@ -17,8 +19,12 @@ from domain.errors import PREFIX
 from domain.values import Effect, Operation
 
 TEXT_LIMIT = 2_000
+WORD_LIMIT = 256
+LARGEST_NUMBER = 2**53 - 1
+FLAGS_KEPT = 256
 WARNING_SIGN = "\u26a0"
 INTERRUPTION = "Operation interrupted"
+_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 # Run states of the provider (runs page, Poll run status).
 LIVE_STATES = frozenset({"queued", "running", "waiting_for_approval", "stopping"})
@@ -177,10 +183,20 @@ def provider_error(body: bytes) -> tuple[str, str] | None:
     error = value.get("error") if value else None
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         code = error.get("code")
-        return (code if isinstance(code, str) else "", error["message"][:TEXT_LIMIT])
+        return (word(code), error["message"][:TEXT_LIMIT])
     if isinstance(error, str):
         return ("", error[:TEXT_LIMIT])
     return None
+
+
+def word(value: object, limit: int = WORD_LIMIT) -> str:
+    """A provider's text as it may stand in clear: bounded, and without what no store and no reader can take."""
+    return _UNSTORABLE.sub("\ufffd", value[:limit]) if isinstance(value, str) else ""
+
+
+def number(value: object) -> int | None:
+    """A provider's integer, if it is one that can be stored."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER else None
 
 
 def _retry_after_ms(value: str) -> int | None:
@@ -275,12 +291,11 @@ def judge_start(exchange: Exchange) -> Judgement:
     run_id = body.get("run_id")
     if not isinstance(run_id, str) or not is_run_id(run_id):
         return _unusable(exchange, "no_run_id")
-    state = body.get("status")
     return Judgement(
         verdict=Verdict.ACCEPTED,
         http_status=202,
         run_id=run_id,
-        state=state if isinstance(state, str) else "",
+        state=word(body.get("status")),
         replayed=body.get("replayed") is True,
     )
 
@@ -297,12 +312,11 @@ def judge_approval(exchange: Exchange, run_id: str) -> Judgement:
         return _unusable(exchange, "not_json")
     if body.get("run_id") != run_id:
         return _unusable(exchange, "other_run_id")
-    choice, resolved = body.get("choice"), body.get("resolved")
     return Judgement(
         verdict=Verdict.ACCEPTED,
         http_status=exchange.status,
-        choice=choice if isinstance(choice, str) else "",
-        resolved=resolved if isinstance(resolved, int) and not isinstance(resolved, bool) else None,
+        choice=word(body.get("choice")),
+        resolved=number(body.get("resolved")),
     )
 
 
@@ -319,7 +333,7 @@ def judge_stop(exchange: Exchange, run_id: str) -> Judgement:
     state = body.get("status")
     if body.get("run_id") != run_id or not isinstance(state, str):
         return _unusable(exchange, "other_run_id" if body.get("run_id") != run_id else "no_status")
-    return Judgement(verdict=Verdict.ACCEPTED, http_status=exchange.status, state=state)
+    return Judgement(verdict=Verdict.ACCEPTED, http_status=exchange.status, state=word(state))
 
 
 def judge(operation: Operation, exchange: Exchange, run_id: str = "") -> Judgement:
@@ -333,6 +347,11 @@ def judge(operation: Operation, exchange: Exchange, run_id: str = "") -> Judgeme
             return judge_stop(exchange, run_id)
         case _:
             raise ValueError(f"{operation} is no mutation")
+
+
+def _seconds(value: object) -> float | None:
+    found = value if isinstance(value, float) and math.isfinite(value) else number(value)
+    return None if found is None else float(found)
 
 
 class StatusReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -352,10 +371,6 @@ class StatusReading(msgspec.Struct, frozen=True, kw_only=True):
     updated_at: float | None = None
     has_output: bool = False
     marks: tuple[str, ...] = ()
-
-
-def _text(value: object) -> str:
-    return value[:TEXT_LIMIT] if isinstance(value, str) else ""
 
 
 def end_marks(state: str, body: dict[str, Any]) -> tuple[str, ...]:
@@ -399,13 +414,12 @@ def read_status(exchange: Exchange, run_id: str) -> StatusReading:
         return StatusReading(problem=PREFIX + "invalid_response", cause="other_object", http_status=200)
     if body.get("run_id") != run_id:
         return StatusReading(problem=PREFIX + "invalid_response", cause="other_run_id", http_status=200)
-    updated = body.get("updated_at")
     return StatusReading(
-        state=state[:64],
+        state=word(state, 64),
         http_status=200,
-        session_id=_text(body.get("session_id"))[:512],
-        last_event=_text(body.get("last_event"))[:128],
-        updated_at=float(updated) if isinstance(updated, int | float) and not isinstance(updated, bool) else None,
+        session_id=word(body.get("session_id"), 512),
+        last_event=word(body.get("last_event"), 128),
+        updated_at=_seconds(body.get("updated_at")),
         has_output=body.get("output") is not None,
         marks=end_marks(state, body),
     )
@@ -424,7 +438,7 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
 def read_features(capabilities: Exchange, health: Exchange) -> Features:
     """Features advertised by ``/v1/capabilities`` and the version of ``/health``; unreadable answers give none."""
     health_body = parse_object(health.body) if health.complete and health.status == 200 else None
-    version = _text((health_body or {}).get("version"))[:64]
+    version = word((health_body or {}).get("version"), 64)
     body = parse_object(capabilities.body) if capabilities.complete and capabilities.status == 200 else None
     features = (body or {}).get("features")
     if not isinstance(features, dict):
@@ -437,5 +451,5 @@ def read_features(capabilities: Exchange, health: Exchange) -> Features:
         replay=supported,
         durable_keys=supported and idempotency.get("durable") is True,
         request_ids=supported,
-        flags=tuple(sorted(name[:64] for name, value in features.items() if value)),
+        flags=tuple(sorted(word(name, 64) for name, value in features.items() if value))[:FLAGS_KEPT],
     )

@@ -24,12 +24,13 @@ from domain.events import (
     SubscriptionOpened,
 )
 from domain.history import Recorded
-from domain.provider import STREAM_TERMINAL_NAMES, TERMINAL_EVENTS, RawFrame, end_marks
+from domain.provider import STREAM_TERMINAL_NAMES, TERMINAL_EVENTS, RawFrame, end_marks, number, word
 from domain.values import Fence, Plain, after, milliseconds
 
 REPLAY_WINDOW_MS = 60_000
 RESUME_PAUSE_MS = 1_000
 LIVED_MS = 10_000
+FACTS_KEPT = 4_096
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +92,12 @@ class RunStream(msgspec.Struct, frozen=True, kw_only=True):
     kinds: dict[str, int] = {}
     terminal_seq: int = 0
     terminal_state: str = ""
+
+    @property
+    def crowded(self) -> bool:
+        """True once a stream told more gaps, requests and kinds of events than any sane one: it is read no further."""
+        told = len(self.gaps) + len(self.pending) + len(self.answered) + len(self.kinds)
+        return told >= FACTS_KEPT
 
     @property
     def open_gap(self) -> Gap | None:
@@ -208,10 +215,10 @@ def view_frame(frame: RawFrame) -> FrameView:
     body = value if isinstance(value, dict) else {}
     named = body.get("event")
     kind = named if isinstance(named, str) and named else frame.event or ("done" if frame.data == "[DONE]" else "data")
-    number = body.get("seq")
-    if not isinstance(number, int) or isinstance(number, bool):
-        number = int(frame.id) if frame.id.isascii() and frame.id.isdigit() and len(frame.id) < 16 else None
-    return FrameView(kind=kind, body=body, provider_seq=number)
+    seq = number(body.get("seq"))
+    if seq is None and frame.id.isascii() and frame.id.isdigit() and len(frame.id) < 16:
+        seq = int(frame.id)
+    return FrameView(kind=kind, body=body, provider_seq=seq)
 
 
 def _clear_kind(kind: str) -> str:
@@ -226,8 +233,10 @@ def _ask(view: FrameView, received: Received, generation: int, seq: int) -> Ask:
         generation=generation,
         seq=seq,
         digest=received.digest,
-        choices=tuple(word for word in choices if isinstance(word, str))[:16] if isinstance(choices, list) else (),
-        request_id=request_id[:256] if isinstance(request_id, str) else "",
+        choices=tuple(word(item) for item in choices if isinstance(item, str))[:16]
+        if isinstance(choices, list)
+        else (),
+        request_id=request_id if request_id and request_id == word(request_id) else "",
     )
 
 
@@ -235,10 +244,10 @@ def _which(view: FrameView, stream: RunStream, asks: Sequence[Ask]) -> str:
     """Which requests an answer took: ``#generation`` if it names one, else how many of the oldest."""
     named = view.body.get("request_id")
     for ask in (*(item.ask for item in stream.pending), *asks):
-        if isinstance(named, str) and named and ask.request_id == named[:256]:
+        if isinstance(named, str) and named and ask.request_id == named:
             return f"#{ask.generation}"
-    resolved = view.body.get("resolved")
-    return str(max(0, resolved) if isinstance(resolved, int) and not isinstance(resolved, bool) else 1)
+    resolved = number(view.body.get("resolved"))
+    return str(1 if resolved is None else max(0, resolved))
 
 
 def missing_frames(stream: RunStream, batch: Sequence[Received]) -> tuple[Event, ...]:
@@ -249,16 +258,16 @@ def missing_frames(stream: RunStream, batch: Sequence[Received]) -> tuple[Event,
     seq, last, number_of_gap = stream.last_seq, stream.last_provider_seq, len(stream.gaps)
     for received in batch:
         view = view_frame(received.frame)
-        number = view.provider_seq
-        if number is not None and last is not None and number <= last:
+        theirs = view.provider_seq
+        if theirs is not None and last is not None and theirs <= last:
             continue
-        skipped = number is not None and last is not None and number > last + 1
+        skipped = theirs is not None and last is not None and theirs > last + 1
         if (skipped and not stream.open_gap) or view.kind == "replay.truncated":
             number_of_gap += 1
             reason = "provider_numbers_skipped" if skipped else "replay_truncated"
             found.append(GapOpened(at=received.at, number=number_of_gap, after=seq, reason=reason))
             found.append(GapClosed(at=received.at, number=number_of_gap, before=seq + 1, by="replay"))
-        seq, last = seq + 1, number if number is not None else last
+        seq, last = seq + 1, theirs if theirs is not None else last
     return tuple(found)
 
 
@@ -277,10 +286,10 @@ def store_frames(stream: RunStream, batch: Sequence[Received], digest: str) -> F
     start = batch[0].at
     for received in batch:
         view = view_frame(received.frame)
-        number = view.provider_seq
-        if number is not None and last_provider_seq is not None and number <= last_provider_seq:
+        theirs = view.provider_seq
+        if theirs is not None and last_provider_seq is not None and theirs <= last_provider_seq:
             continue
-        last_provider_seq = number if number is not None else last_provider_seq
+        last_provider_seq = theirs if theirs is not None else last_provider_seq
         last_id = received.frame.id or last_id
         seq += 1
         size += len(received.frame.raw)
@@ -339,7 +348,7 @@ def may_subscribe(stream: RunStream, replay_advertised: bool, *, at: datetime) -
     The 60 s begin when a subscription that gave a frame, or lasted ten seconds, was closed; tries that fail at once do
     not prolong them.
     """
-    if stream.terminal_seq:
+    if stream.terminal_seq or stream.crowded:
         return False
     if stream.subscriptions == 0:
         return True

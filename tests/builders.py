@@ -336,10 +336,10 @@ def frame(event: str, at: float = 2, digest: str = "", **body: Any) -> Received:
 
 
 def asking(
-    digest: str = ASK, at: float = 2, choices: Sequence[str] = ("once", "session", "always", "deny")
+    digest: str = ASK, at: float = 2, choices: Sequence[str] = ("once", "session", "always", "deny"), **more: Any
 ) -> Received:
     """One ``approval.request`` frame."""
-    return frame("approval.request", at, digest, command="rm -r build", choices=list(choices), nonce=digest)
+    return frame("approval.request", at, digest, command="rm -r build", choices=list(choices), nonce=digest, **more)
 
 
 def stored(history: History, *batch: Received) -> History:

@@ -14,12 +14,13 @@ from adapters.command import EVENT_BYTES, Outcome, Stored, Verdict
 from adapters.journal import Journal
 from adapters.memory_journal import MemoryJournal
 from adapters.migrate import migrate
+from adapters.settings import Limits
 from adapters.store import JournalStore, Rows, Unreadable
 from adapters.vault import MemoryKeys, PostgresKeys, Vault
 from domain.errors import HostError, IntegrityFault
-from domain.events import CancelWished, LeaseRenewed, SequenceExpired, SequenceTaken, StatusSeen
+from domain.events import CancelWished, LeaseRenewed, RunEnded, SequenceExpired, SequenceTaken, StatusSeen
 from domain.history import Change, Command, Recorded, fence_history, host_history
-from domain.ports import AppendUnknown, Conflict, Fenced, NotStored, TooLate
+from domain.ports import AppendUnknown, Conflict, Fenced, NeverStored, NotStored, TooLate
 from domain.values import Fence, Plain, PrivateScope, Sealed
 from tests.golden.event_samples import MASTER
 
@@ -145,11 +146,20 @@ async def test_after_the_last_moment_nothing_is_stored(built: Built) -> None:
 
 async def test_what_can_never_be_stored_is_certainly_not_stored(built: Built) -> None:
     store, _, _ = built
-    with pytest.raises(NotStored):
+    with pytest.raises(NeverStored):
         await store.append(command(wish("x" * (EVENT_BYTES + 1))))
-    with pytest.raises(NotStored):
+    with pytest.raises(NeverStored):
         await store.append(command(wish("\udfff")))
     assert await store.load(HISTORY) == ()
+
+
+async def test_the_largest_answer_fits_into_one_command_with_what_it_means() -> None:
+    store, _, _ = memory_store()
+    answer = Plain(content=CLOCK.entropy(Limits().answer_bytes))
+    seen = StatusSeen(at=AT, state="completed", answer_digest="d", answer=answer)
+    ended = RunEnded(at=AT, state="completed", source="status", evidence="run:1", result=answer, has_output=True)
+    change = Change(history="acme/run/main/run_1", expected=0, events=(seen, ended), scope=SCOPE)
+    assert len(await store.append(Command(changes=(change,)))) == 2
 
 
 async def test_the_log_goes_on_over_an_event_that_cannot_be_read_and_its_history_does_not(built: Built) -> None:

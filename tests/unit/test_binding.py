@@ -327,10 +327,19 @@ def test_one_choice_is_for_the_oldest_pending_request_because_the_provider_answe
 
 
 def test_a_provider_that_answers_by_exact_request_takes_any_pending_one() -> None:
-    exact = run(bound(REPLAYING))
-    assert choose(exact, TWO, reviewed=("a2",)) == (2,)
-    missed = stream(closed(asked("a1", "a2")))
-    assert choose(exact, missed, reviewed=("a2",)) == (2,)
+    exact, named = (
+        run(bound(REPLAYING)),
+        stored(subscribed(), asking("a1", request_id="r1"), asking("a2", request_id="r2")),
+    )
+    assert choose(exact, stream(named), reviewed=("a2",)) == (2,)
+    assert choose(exact, stream(closed(named)), reviewed=("a2",)) == (2,)
+    assert refusal(exact, stream(closed(named)), reviewed=("a1", "a2"), resolve_all=True) == "approval.not_pending"
+
+
+@pytest.mark.parametrize("request_id", ["", "r1", "\ud800", 7])
+def test_a_request_without_an_id_of_its_own_is_answered_by_position_everywhere(request_id: Any) -> None:
+    two = stream(stored(subscribed(), asking("a1", request_id="r1"), asking("a2", request_id=request_id)))
+    assert refusal(run(bound(REPLAYING)), two, reviewed=("a2",)) == "approval.not_oldest"
 
 
 @pytest.mark.proves("A100")

@@ -12,6 +12,7 @@ from domain.provider import (
     Exchange,
     Failure,
     Judgement,
+    StatusReading,
     Verdict,
     end_marks,
     is_run_id,
@@ -357,3 +358,35 @@ def test_features_are_those_that_the_endpoint_advertises() -> None:
 def test_what_is_not_advertised_is_not_there(told: Exchange) -> None:
     features = read_features(told, broken(Failure.CONNECT_REFUSED, sent=False))
     assert (features.replay, features.durable_keys, features.request_ids, features.version) == (False, False, False, "")
+
+
+HOSTILE = ("\ud800", "a\0b", "x" * 100_000, 10**30, -(10**400), 1e400, float("nan"), True, None, [], {})
+
+
+def plain(found: Judgement | StatusReading) -> bool:
+    """True if every text and number of it can be written down."""
+    members = [getattr(found, name) for name in found.__struct_fields__]
+    texts = [item for item in members if isinstance(item, str)]
+    numbers = [item for item in members if isinstance(item, int | float)]
+    short = all(len(text.encode()) <= 2_048 and "\0" not in text for text in texts)
+    return short and all(abs(item) <= 2**53 for item in numbers)
+
+
+@EACH_MUTATION
+@pytest.mark.parametrize("word", HOSTILE)
+def test_whatever_stands_beside_the_proof_in_an_answer_can_be_stored(operation: Operation, word: Any) -> None:
+    body = {"run_id": RUN, "status": word, "choice": word, "resolved": word, "updated_at": word}
+    status = 202 if operation is Operation.RUN_START else 200
+    assert plain(judged(operation, answer(status, body)))
+    refused = judged(operation, answer(400, {"error": {"message": "no", "code": word}}))
+    assert refused.verdict is Verdict.REFUSED
+    assert plain(refused)
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+def test_whatever_a_status_says_can_be_stored(word: Any) -> None:
+    members = {"session_id": word, "last_event": word, "updated_at": word}
+    reading = read_status(answer(200, {"object": "hermes.run", "run_id": RUN, "status": "running"} | members), RUN)
+    assert (reading.state, reading.problem) == ("running", "")
+    assert plain(reading)
+    assert plain(read_status(answer(200, {"object": "hermes.run", "run_id": RUN, "status": word}), RUN))

@@ -21,6 +21,8 @@ from domain.events import (
 )
 from domain.provider import STREAM_TERMINAL_NAMES, RawFrame
 from domain.stream import (
+    FACTS_KEPT,
+    Gap,
     Received,
     RunStream,
     bridge,
@@ -410,3 +412,20 @@ def test_a_truncated_replay_is_a_gap_before_what_follows() -> None:
 def test_frames_in_order_or_without_numbers_show_no_gap() -> None:
     assert streams.missing_frames(RunStream(), [frame("message.delta", seq=n) for n in range(4)]) == ()
     assert streams.missing_frames(RunStream(), [frame("message.delta"), frame("tool.completed")]) == ()
+
+
+@pytest.mark.parametrize("word", ["\ud800", "a\0b", "x" * 100_000, 10**30, -(10**400), 1.5, True, None, []])
+def test_whatever_a_frame_says_can_be_stored(word: Any) -> None:
+    asked = keep(frame("approval.request", choices=[word], request_id=word, seq=word)).asks[0]
+    assert all(len(text) <= 256 and "\0" not in text and text.encode() for text in (*asked.choices, asked.digest))
+    assert asked.request_id == ""
+    kept = keep(frame("approval.responded", resolved=word, choice=word, seq=word))
+    assert kept.last_provider_seq is None or abs(kept.last_provider_seq) < 2**53
+    assert all(len(fact) <= 256 for _, fact in kept.settles)
+
+
+def test_a_stream_that_tells_more_than_any_sane_one_is_read_no_further_nor_again() -> None:
+    gaps = tuple(Gap(number=number, after=number, reason="r", opened_at=moment(1)) for number in range(FACTS_KEPT))
+    assert RunStream(gaps=gaps).crowded
+    assert not RunStream(gaps=gaps[1:]).crowded
+    assert not may_subscribe(RunStream(gaps=gaps, subscriptions=1), True, at=moment(1))
