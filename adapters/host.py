@@ -248,6 +248,7 @@ async def engine(
             finally:
                 with anyio.CancelScope(shield=True):
                     await _drain(gates, driver, clock, settings.host.drain_timeout_ms)
+                    sender.end()
                     work.cancel_scope.cancel()
                     await lease.release()
 

@@ -373,9 +373,9 @@ class Observer:
         if watched.stream.subscriptions != number or watched.stream.owner != self._lease.fence or not self._tasks:
             return
         watched.live = anyio.CancelScope()
-        self._tasks.start_soon(self._follow, watched, watched.live)
+        self._tasks.start_soon(self._follow, watched, watched.live, number)
 
-    async def _follow(self, watched: Watched, scope: anyio.CancelScope) -> None:
+    async def _follow(self, watched: Watched, scope: anyio.CancelScope, number: int) -> None:
         reason = "ended_without_frame"
         inbox = Inbox(min(self._limits.buffered_frames, self._limits.batch_frames))
         try:
@@ -383,23 +383,25 @@ class Observer:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._flush, watched, inbox)
                     with inbox:
-                        reason = await self._receive(watched, inbox)
+                        reason = await self._receive(watched, inbox, number)
         except Exception:
             reason = "reader_failed"
             log.exception("stream.reader_failed", extra={"run": watched.run_history})
         try:
-            await self._keep(watched, lambda _, seen: ((), self._closing(seen, reason)))
+            await self._keep(watched, lambda _, seen: ((), self._closing(seen, number, reason)))
         finally:
             watched.live = None  # not before its end is stored: until then nobody else may call it lost
             watched.bell.wake()
 
-    def _closing(self, seen: RunStream, reason: str) -> tuple[Event, ...]:
-        return stream.close(seen, reason, at=self._clock.now()) if seen.open else ()
+    def _closing(self, seen: RunStream, number: int, reason: str) -> tuple[Event, ...]:
+        """The end of this subscription; a later one is another reader's, and goes on."""
+        mine = seen.open and seen.subscriptions == number
+        return stream.close(seen, reason, at=self._clock.now()) if mine else ()
 
-    async def _receive(self, watched: Watched, inbox: Inbox) -> str:
+    async def _receive(self, watched: Watched, inbox: Inbox, number: int) -> str:
         """Read the stream to its end; returns why it ended."""
         provider = self._endpoints[watched.endpoint_id]
-        number, place = watched.stream.subscriptions, 0
+        place = 0
         resume = watched.stream.last_id if number > 1 else None
         out = events_request(watched.run_id, resume, self.trusted(watched.run))
         reason = "cut"
@@ -409,7 +411,7 @@ class Observer:
             async for item in opened:
                 match item:
                     case StreamOpened():
-                        await self._keep(watched, lambda _, seen: ((), self._opened(seen)))
+                        await self._keep(watched, lambda *_: ((), self._opened(number)))
                     case RawFrame():
                         if watched.stream.crowded:
                             return "crowded"
@@ -441,8 +443,8 @@ class Observer:
                         await self._keep_frames(watched, rest)
             raise
 
-    def _opened(self, seen: RunStream) -> tuple[Event, ...]:
-        return (SubscriptionOpened(at=self._clock.now(), number=seen.subscriptions),)
+    def _opened(self, number: int) -> tuple[Event, ...]:
+        return (SubscriptionOpened(at=self._clock.now(), number=number),)
 
     async def _keep_frames(self, watched: Watched, batch: list[Received]) -> None:
         digest = self._vault.digest(b"".join(received.frame.raw for received in batch))

@@ -58,6 +58,7 @@ from domain.values import Operation, PrivateScope
 log = logging.getLogger(__name__)
 
 STORE_PAUSE_S = 0.25
+LAST_STORE_S = 10.0
 LONGEST_PAUSE_S = 5.0
 
 
@@ -78,8 +79,19 @@ class Sender:
         self._store, self._vault, self._clock, self._lease = store, vault, clock, lease
         self._endpoints, self._notices, self._bound = endpoints, notices, bound
         self._policy_of = policy_of
+        self._until = float("inf")
         self.in_flight: set[str] = set()
         self.unsent: set[str] = set()
+
+    def end(self) -> None:
+        """The host ends: what is not stored soon stays a claim without a result, for whoever takes it up."""
+        self._until = self._clock.monotonic() + LAST_STORE_S
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait for the store to come back. Raises NotStored once the host does not wait any longer."""
+        if self._clock.monotonic() >= self._until:
+            raise NotStored("The host ended before the store came back.")
+        await self._clock.sleep(seconds)
 
     async def claim_and_send(self, history: str, facts: Facts) -> Action:
         """Commit a claim, send once and store the result; the Action afterwards.
@@ -204,7 +216,7 @@ class Sender:
                 exchange = msgspec.structs.replace(exchange, body=b"")  # the verdict stands, its text is only digested
                 continue
             except (NotStored, AppendUnknown, HostError):
-                await self._clock.sleep(pause)
+                await self._pause(pause)
                 pause = min(LONGEST_PAUSE_S, pause * 2)
             else:
                 return self._told(history, action, judgement, stored)
@@ -225,7 +237,7 @@ class Sender:
             except IntegrityFault:
                 raise
             except HostError:
-                await self._clock.sleep(pause)
+                await self._pause(pause)
                 pause = min(LONGEST_PAUSE_S, pause * 2)
 
     async def _command(self, history: str, action: Action, event: Event, *, fenced: bool) -> Command:

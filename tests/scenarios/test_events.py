@@ -94,6 +94,28 @@ def test_a_host_that_is_replaced_resumes_the_stream_of_a_replaying_provider() ->
     play(story)
 
 
+def test_a_host_that_was_stopped_for_long_does_not_close_the_stream_of_its_successor() -> None:
+    async def story() -> None:
+        async with world(replay=True) as w:
+            w.hermes.scripts["plain"] = (*TWENTY, ("wait", 120), ("complete", "all of it"))
+            run_id = await w.bound(await w.begin())
+            second = w.start("b")
+            await second.ready.wait()
+            await anyio.sleep(5)
+            first = w.current()
+            first.process.freeze()
+            await anyio.sleep(60)
+            assert (await w.stream(run_id)).owner == second.lease.fence
+            first.process.thaw()
+            await anyio.sleep(30)
+            seen = await w.stream(run_id)
+            assert (seen.open, seen.subscriptions, seen.open_gap) == (True, 2, None)
+            await w.ended(run_id)
+            await check(w)
+
+    play(story)
+
+
 @pytest.mark.proves("A087")
 def test_a_second_listener_steals_part_of_the_events_of_the_first() -> None:
     async def story() -> None:

@@ -73,6 +73,29 @@ def test_the_key_to_run_mapping_dies_with_the_process() -> None:
     play(story)
 
 
+@pytest.mark.proves("A134")
+def test_a_host_that_ends_while_the_store_is_away_does_not_wait_for_it_for_ever() -> None:
+    async def story() -> None:
+        async with world() as w:
+            host = w.current()
+            w.hermes.stall["start"] = 5.0
+            action = await w.begin(mode=Mode.ASYNC)
+            while not w.hermes.sent("start"):
+                await anyio.sleep(0.1)
+            host.process.store_away = True
+            await anyio.sleep(600)
+            assert host.driver.in_flight == 1, "what came back is kept in hand"
+            host.sender.end()
+            with anyio.fail_after(30):
+                await host.stop()
+            assert (await w.answered(await w.begin(mode=Mode.ASYNC))).state is State.UNKNOWN
+            assert (await w.action(action)).state is State.UNKNOWN
+            assert len(w.hermes.sent("start")) == 1
+            await check(w)
+
+    play(story)
+
+
 @pytest.mark.parametrize("failure", [Failure.CONNECT_REFUSED, Failure.DNS, Failure.TLS, Failure.CONNECT_TIMEOUT])
 @pytest.mark.proves("A156", "A158")
 def test_connection_refused_and_accepted_but_timed_out_are_treated_alike_proven_not_sent(failure: Failure) -> None:

@@ -113,7 +113,7 @@ class Host:
         self.notices, self.gates, watch = Notices(), Gates(), Watch(clock, TIMES.ttl_ms)
         links = {ENDPOINT: world.link_class(process, world.hermes, world.target)}
         self.observer = Observer(store, self.vault, clock, self.lease, links, self.notices)
-        sender = Sender(
+        self.sender = sender = Sender(
             store, self.vault, clock, self.lease, links, self.notices, self.observer.observe, lambda _: world.policy
         )
         limits = DriverLimits(approval_timeout_ms={ENDPOINT: world.approval_timeout_ms})
