@@ -80,7 +80,7 @@ def test_a_host_that_ends_while_the_store_is_away_does_not_wait_for_it_for_ever(
             host = w.current()
             w.hermes.stall["start"] = 5.0
             action = await w.begin(mode=Mode.ASYNC)
-            while not w.hermes.sent("start"):
+            while not w.hermes.sent("start"):  # noqa: ASYNC110 - virtual time
                 await anyio.sleep(0.1)
             host.process.store_away = True
             await anyio.sleep(600)
