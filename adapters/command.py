@@ -18,7 +18,7 @@ import msgspec
 from domain.values import Fence
 
 FENCE_PREFIX = "-/fence/"
-NAME_BYTES = 255
+NAME_BYTES = 400  # a tenant, an endpoint and a run, each as long as it may be
 EVENT_BYTES = 24 * 1024 * 1024
 COMMAND_BYTES = 48 * 1024 * 1024  # the largest answer of a provider stands twice in its command, sealed
 LAST_VERSION = 2**63 - 1

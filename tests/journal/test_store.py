@@ -19,7 +19,18 @@ from adapters.store import JournalStore, Rows, Unreadable
 from adapters.vault import MemoryKeys, PostgresKeys, Vault
 from domain.errors import HostError, IntegrityFault
 from domain.events import CancelWished, LeaseRenewed, RunEnded, SequenceExpired, SequenceTaken, StatusSeen
-from domain.history import Change, Command, Recorded, fence_history, host_history
+from domain.history import (
+    Change,
+    Command,
+    Recorded,
+    action_history,
+    fence_history,
+    handle_history,
+    host_history,
+    run_history,
+    run_token,
+    stream_history,
+)
 from domain.ports import AppendUnknown, Conflict, Fenced, NeverStored, NotStored, TooLate
 from domain.values import Fence, Plain, PrivateScope, Sealed
 from tests.golden.event_samples import MASTER
@@ -151,6 +162,21 @@ async def test_what_can_never_be_stored_is_certainly_not_stored(built: Built) ->
     with pytest.raises(NeverStored):
         await store.append(command(wish("\udfff")))
     assert await store.load(HISTORY) == ()
+
+
+async def test_the_longest_tenant_endpoint_and_ids_are_names_that_can_be_stored(built: Built) -> None:
+    store, _, _ = built
+    tenant, endpoint, run = "t" * 128, "e" * 128, run_token("r" * 512)
+    histories = (
+        action_history(tenant, "a" * 128),
+        run_history(tenant, endpoint, "r" * 64),
+        stream_history(tenant, endpoint, run),
+        handle_history(endpoint, run),
+        host_history("h" * 128),
+    )
+    for history in histories:
+        await store.append(Command(changes=(Change(history=history, expected=0, events=(wish(),)),)))
+        assert len(await store.load(history)) == 1
 
 
 async def test_the_largest_answer_fits_into_one_command_with_what_it_means() -> None:
