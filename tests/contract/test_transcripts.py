@@ -17,7 +17,7 @@ from adapters.clock import SystemClock
 from adapters.practice_hermes import PracticeHermes, PracticeOptions
 from tests.contract.wire import Differences, Reader, Wire, eventually
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 GOLDEN = Path(__file__).parents[1] / "golden" / "transcripts"
 SCENARIOS = sorted(path.stem for path in GOLDEN.glob("*.json"))
 STREAMS = sorted(path.name for path in GOLDEN.glob("*.sse"))
