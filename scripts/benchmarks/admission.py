@@ -12,7 +12,6 @@ import itertools
 import json
 import multiprocessing
 import re
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +21,7 @@ import anyio
 import msgspec
 import psycopg
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from benchmarks.journal import CALLERS, library, library_saves
+from benchmarks.journal import CALLERS, library, library_saves, vacuumed
 from benchmarks.stand import ENDPOINT, WHO, Host, host
 from benchmarks.table import Benchmark, Measure, World
 from starlette.requests import Request
@@ -115,27 +114,7 @@ def while_vacuumed(world: World) -> Iterator[tuple[Measure, Measure]]:
     """The same two, each while its own table is vacuumed again and again."""
     dsns = [world.database(), world.database()]
     with load(dsns[0]) as ours, library(dsns[1]) as theirs:
-        yield _vacuumed(dsns[0], ours.admit), _vacuumed(dsns[1], theirs)
-
-
-def _vacuumed(dsn: str, measure: Measure) -> Measure:
-    def run(seconds: float) -> float:
-        stop = threading.Event()
-
-        def vacuum() -> None:
-            with psycopg.connect(dsn, autocommit=True) as connection:
-                while not stop.wait(0.05):
-                    connection.execute("vacuum")
-
-        thread = threading.Thread(target=vacuum)
-        thread.start()
-        try:
-            return measure(seconds)
-        finally:
-            stop.set()
-            thread.join()
-
-    return run
+        yield vacuumed(dsns[0], ours.admit), vacuumed(dsns[1], theirs)
 
 
 @contextmanager

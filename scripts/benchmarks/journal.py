@@ -160,6 +160,36 @@ def beside_library(world: World) -> Iterator[tuple[Measure, Measure]]:
         yield ours.run, theirs
 
 
+def vacuumed(dsn: str, measure: Measure) -> Measure:
+    """The same measure while the database is vacuumed again and again."""
+
+    def run(seconds: float) -> float:
+        stop = threading.Event()
+
+        def vacuum() -> None:
+            with psycopg.connect(dsn, autocommit=True) as connection:
+                while not stop.wait(0.05):
+                    connection.execute("vacuum")
+
+        thread = threading.Thread(target=vacuum)
+        thread.start()
+        try:
+            return measure(seconds)
+        finally:
+            stop.set()
+            thread.join()
+
+    return run
+
+
+@contextmanager
+def beside_library_while_vacuumed(world: World) -> Iterator[tuple[Measure, Measure]]:
+    """The same two, each while its own table is vacuumed."""
+    dsns = [world.database(), world.database()]
+    with load(dsns[0]) as ours, library(dsns[1]) as theirs:
+        yield vacuumed(dsns[0], ours.run), vacuumed(dsns[1], theirs)
+
+
 def in_threads(call: Callable[[], None], seconds: float) -> float:
     """Calls in a second from as many threads as there are callers."""
     counts = [0] * CALLERS
@@ -320,6 +350,7 @@ def _against_insert(commands: int, callers: int) -> Callable[[World], Prepared]:
 
 BENCHMARKS = [
     Benchmark("append", "append of one command, 64 callers", "library save(), 64 threads", 20, beside_library, 30),
+    Benchmark("append-vacuum", "the same while VACUUM runs", "the same", 15, beside_library_while_vacuumed, 30),
     Benchmark("append-pgbench", "the same", "pgbench, the same 2 rows, one commit each", 1.0, beside_pgbench, 1.5),
     Benchmark(
         "append-batch", "the same", "one multi-row insert, no logic", 0.5, _against_insert(CALLERS, CALLERS), 0.7
