@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from adapters import cli_actions, cli_local, cli_views
-from adapters.cli_output import DONE, REFUSED, USAGE, note, say, tell_error, tell_json
+from adapters.cli_output import DONE, REFUSED, USAGE, note, program, say, tell_error, tell_json
 from adapters.cli_remote import HERE, Remote
 
 if TYPE_CHECKING:
@@ -117,10 +117,7 @@ def _tell_ready(read: Settings, addresses: Addresses, *, as_json: bool) -> None:
     else:
         say(f"tokens       {own['admin']} and {own['approver']}")
         token = own["admin"]
-    command = (
-        f"{sys.executable} -m adapters.cli" if not sys.argv[0].endswith("hermes-reconciler") else "hermes-reconciler"
-    )
-    command = "scripts/run" if Path("scripts/run").is_file() else command
+    command = program()
     to = f"--url {addresses.public} --token-file {token}"
     say("Try:")
     say(f"  curl -s {addresses.operational}/ready")
@@ -154,7 +151,11 @@ def verify(
     start_runs: Annotated[bool, Parameter(help="Permit runs with a harmless prompt.")] = False,
     start_prompt: Annotated[str, Parameter(help="The harmless prompt.")] = "Answer with the single word ready.",
     approval_prompt: Annotated[
-        str, Parameter(help="Prompt that makes the agent ask before a command; answered with deny, or stopped.")
+        str,
+        Parameter(
+            help="Prompt that makes the agent ask before a command, and go on when denied; answered with deny, or "
+            "stopped."
+        ),
     ] = "",
     restart_command: Annotated[str, Parameter(help="Command that kills and restarts the endpoint's process.")] = "",
     retention: Annotated[

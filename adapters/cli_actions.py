@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from adapters.cli_output import DONE, REFUSED, UNKNOWN, note, pairs, say, table, tell_json
+from adapters.cli_output import DONE, REFUSED, UNKNOWN, note, pairs, program, say, table, tell_json
 from adapters.cli_remote import HERE, Remote, group
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def submit(
     reviewed: Annotated[str, Parameter(help="Digest of the reviewed request of a run_approval.")] = "",
     input: Annotated[str, Parameter(help="The whole input as a JSON object.")] = "",  # noqa: A002
     key: Annotated[str, Parameter(help="Idempotency key; one is made and told if a mutation has none.")] = "",
-    mode: str = "sync",
+    mode: Annotated[str, Parameter(help="sync: wait for the result; async: be told that it is accepted.")] = "sync",
     timeout_ms: int | None = None,
     reason: Annotated[str, Parameter(help="Why; kept with the approval.")] = "",
     host: Remote = HERE,
@@ -154,11 +154,12 @@ def tell_result(told: Told, *, as_json: bool) -> int:
         output = result.get("output")
         pairs(output.items() if isinstance(output, dict) else [("output", output)])
         if result["status"] == "pending_approval" and isinstance(output, dict):
-            say(f"Another principal decides: hermes-reconciler approvals decide {output['approval_id']} approved")
+            decide = f"approvals decide {output['approval_id']} approved --reason WHY"
+            say(f"Another principal decides: {program()} {decide}")
         if (error := result.get("error")) and result["status"] != "pending_approval":
             say(f"  {error['code']}: {error['message']} Effect: {error['effect']}.")
             if error["effect"] == "possible":
-                say("  It is never sent again by this host; see: hermes-reconciler actions show " + result["action_id"])
+                say(f"  It is never sent again by this host; see: {program()} actions show {result['action_id']}")
     return DONE if result is None else STATUS_CODES.get(result["status"], REFUSED)
 
 

@@ -22,8 +22,14 @@ Config = Annotated[Path | None, Parameter(help="Settings file (default: hermes-r
 Json = Annotated[bool, Parameter(help="Print the answer as JSON.")]
 Into = Annotated[Path | None, Parameter(help="Principals file to append the entry to; else it is printed.")]
 Kind = Literal["human", "agent", "service", "tenant", "customer", "contact", "system"]
-Scopes = Annotated[tuple[str, ...], Parameter(name="--scope", help="A scope of the principal; may be repeated.")]
-Roles = Annotated[tuple[str, ...], Parameter(name="--role", help="A role of the principal; may be repeated.")]
+Scopes = Annotated[
+    tuple[str, ...],
+    Parameter(name="--scope", help="A scope of the principal, such as action:write, or * for all; may be repeated."),
+]
+Roles = Annotated[
+    tuple[str, ...],
+    Parameter(name="--role", help="A role of the principal, such as approver; may be repeated."),
+]
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 DONE, REFUSED, USAGE, UNKNOWN = 0, 1, 2, 3
@@ -20,6 +21,14 @@ def say(text: str = "") -> None:
     """One line of the answer."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def program() -> str:
+    """How a person calls these commands from the folder in which this one was called."""
+    script = Path(__file__).resolve().parents[1] / "scripts" / "run"
+    if not script.is_file():
+        return "hermes-reconciler"
+    return "scripts/run" if script.parents[1] == Path.cwd().resolve() else str(script)
 
 
 def note(text: str) -> None:

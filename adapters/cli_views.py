@@ -121,7 +121,9 @@ def run_events(
         tell_json(page)
         return DONE
     table(
-        ("at", "kind", "data"), [(e.get("at"), e.get("kind"), e.get("data")) for e in page["events"]], none="No events."
+        ("at", "kind", "data"),
+        [(e.get("occurred_at"), e.get("kind"), e.get("data")) for e in page["events"]],
+        none="No events.",
     )
     if not page["terminal"]:
         say(f"More may follow: --after {page['cursor']}")
@@ -167,7 +169,7 @@ def decide(
     approval_id: str,
     decision: Literal["approved", "denied"],
     *,
-    reason: Annotated[str, Parameter(help="Why; kept with the decision.")] = "",
+    reason: Annotated[str, Parameter(help="Why; kept with the decision, which needs one.")] = "",
     host: Remote = HERE,
 ) -> int:
     """Decide as the principal `approver` of the state folder, or of --token-file; the requester is refused."""
@@ -216,7 +218,7 @@ def show_recovery(*, limit: int = 100, host: Remote = HERE) -> int:
 
 def tell_recovery(view: dict[str, Any]) -> None:
     """The recovery view for people."""
-    say(f"{view['total']} pieces of work are not settled.")
+    say(f"{view['total']} {'piece of work is' if view['total'] == 1 else 'pieces of work are'} not settled.")
     for part in view["groups"]:
         say(f"{part['count']} {part['reason']}: {part['means']}")
         for work in part["work"]:
