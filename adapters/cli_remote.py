@@ -11,8 +11,8 @@ from cyclopts import App, Parameter
 
 if TYPE_CHECKING:
     from adapters.client import Api
+    from adapters.settings import Settings
 
-URL = "http://127.0.0.1:8790"
 ADMIN, APPROVER = "admin-token", "approver-token"
 
 
@@ -21,11 +21,13 @@ ADMIN, APPROVER = "admin-token", "approver-token"
 class Remote:
     """Where the host is and who asks."""
 
-    url: Annotated[str, Parameter(help="Public listener of the host.")] = URL
+    url: Annotated[
+        str, Parameter(help="Public listener of the host (default: that of the settings, http://127.0.0.1:8790).")
+    ] = ""
     token_file: Annotated[
         Path | None, Parameter(help="File with the bearer token (default: the file of the state folder).")
     ] = None
-    config: Annotated[Path | None, Parameter(help="Settings file; names the state folder.")] = None
+    config: Annotated[Path | None, Parameter(help="Settings file; names listener and state folder.")] = None
     json: Annotated[bool, Parameter(help="Print the answer as JSON.")] = False
 
     def api(self, token_name: str = ADMIN) -> Api:
@@ -33,13 +35,24 @@ class Remote:
         from adapters.client import Api
         from adapters.credentials import bearer_key
 
-        return Api(self.url, bearer_key(self.token_file or self.state_dir() / token_name))
+        return Api(self.origin(), bearer_key(self.token_file or self.state_dir() / token_name))
+
+    def origin(self) -> str:
+        """The public listener that was given, or that of the settings in force here: no token goes anywhere else."""
+        if self.url:
+            return self.url
+        settings = self._settings()
+        host = f"[{settings.public.host}]" if ":" in settings.public.host else settings.public.host
+        return f"{'https' if settings.tls.cert_file else 'http'}://{host}:{settings.public.port}"
 
     def state_dir(self) -> Path:
         """The state folder of the settings in force here."""
+        return self._settings().state.dir
+
+    def _settings(self) -> Settings:
         from adapters.settings import load
 
-        return load(self.config, os.environ).state.dir
+        return load(self.config, os.environ)
 
 
 HERE = Remote()

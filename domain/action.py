@@ -152,7 +152,10 @@ def evolve(action: Action, event: Event, version: int) -> Action:
         case CancelWished():
             return msgspec.structs.replace(action, cancel=action.cancel or event)
         case ActionSettled() if action.settled is None:
-            return msgspec.structs.replace(action, settled=event)
+            approval = action.approval
+            if approval is not None and approval.status == "pending":
+                approval = msgspec.structs.replace(approval, revoked=True)
+            return msgspec.structs.replace(action, settled=event, approval=approval)
         case _:
             return action
 

@@ -41,14 +41,15 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True):
     requested: ApprovalRequested
     decided: ApprovalDecided | None = None
     expired: bool = False
+    revoked: bool = False
 
     @property
     def status(self) -> str:
-        """``pending``, ``approved``, ``denied`` or ``expired``."""
+        """``pending``, ``approved``, ``denied``, ``expired``, or ``revoked``: the Action ended without a decision."""
         if self.expired:
             return "expired"
         if self.decided is None:
-            return "pending"
+            return "revoked" if self.revoked else "pending"
         return "approved" if self.decided.granted else "denied"
 
     @property

@@ -176,7 +176,7 @@ def facets(row: ActionRow) -> Facets | None:
 
 ACTIONS = Projection(
     name="actions",
-    version=1,
+    version=2,
     topics=frozenset(
         {
             "action.accepted", "action.approval_requested", "action.approval_decided", "action.approval_expired",

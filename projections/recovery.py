@@ -39,14 +39,14 @@ REASONS: dict[str, str] = ACTION_REASONS | RUN_REASONS
 
 DECISIONS: dict[str, tuple[str, ...]] = {
     "pending_approval": ("approve", "deny", "cancel"),
-    "outcome_unknown": ("finding:ran_as", "finding:did_not_run", "finding:abandoned", "reconcile"),
+    "outcome_unknown": ("look_at_endpoint", "wait"),
     "provider_approval_pending": ("run_approval", "run_stop", "wait"),
-    "run_evidence_lost": ("reconcile", "finding:abandoned", "wait"),
-    "run_contradicted": ("review", "incident"),
-    "run_deadline_passed": ("run_stop", "reconcile", "wait"),
-    "choice_in_doubt": ("reconcile", "run_stop", "wait"),
-    "stop_in_doubt": ("reconcile", "wait"),
-    "integrity": ("review", "incident"),
+    "run_evidence_lost": ("look_at_endpoint", "wait"),
+    "run_contradicted": ("review",),
+    "run_deadline_passed": ("run_stop", "wait"),
+    "choice_in_doubt": ("run_stop", "wait"),
+    "stop_in_doubt": ("wait",),
+    "integrity": ("review",),
 }
 """What a person may decide for each reason to wait for one. None of them sends the same mutation again."""
 

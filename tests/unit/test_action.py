@@ -486,3 +486,14 @@ def test_an_approval_granted_under_another_policy_releases_nothing() -> None:
             at=moment(20),
         )
     assert refused_claim.value.code == "policy.approval_not_granted"
+
+
+def test_an_approval_that_nobody_decided_is_revoked_when_its_action_ends() -> None:
+    waiting = action(awaiting(Operation.RUN_STOP))
+    assert waiting.approval is not None
+    assert waiting.approval.status == "pending"
+    ended = waiting
+    for event in wish_cancel(waiting, REQUESTER, "not needed", at=moment(5)):
+        ended = evolve(ended, event, ended.version + 1)
+    assert ended.approval is not None
+    assert ended.approval.status == "revoked"
